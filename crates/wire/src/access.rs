@@ -1,0 +1,73 @@
+//! Access tokens as the REST API sees them. A token's secret is shown once, when it is made.
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+
+use crate::id::{TokenId, WorkspaceId};
+
+/// What a token may do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(tag = "scope", rename_all = "snake_case")]
+pub enum TokenScope {
+    /// Everything.
+    Admin,
+    /// The tools of one workspace, and looking at it.
+    Workspace {
+        /// The workspace.
+        workspace_id: WorkspaceId,
+    },
+}
+
+/// Asks for a token.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CreateToken {
+    /// A name to know it by, unique among the tokens that are not revoked.
+    pub name: String,
+    /// Bind it to this workspace; without it the token is an admin token.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_id: Option<WorkspaceId>,
+    /// It stops working after this time; never unless given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ttl_seconds: Option<u64>,
+}
+
+/// A token, without its secret.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Token {
+    /// Its id.
+    pub id: TokenId,
+    /// Its name.
+    pub name: String,
+    /// What it may do.
+    #[serde(flatten)]
+    pub scope: TokenScope,
+    /// When it was made.
+    pub created_at: DateTime<Utc>,
+    /// When it stops working.
+    pub expires_at: Option<DateTime<Utc>>,
+    /// When it was last used (to the minute).
+    pub last_used_at: Option<DateTime<Utc>>,
+}
+
+/// A new token with its secret, which is never shown again.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct CreatedToken {
+    /// The token.
+    #[serde(flatten)]
+    pub token: Token,
+    /// What to send as `Authorization: Bearer …`.
+    pub secret: String,
+}
+
+/// The tokens that are not revoked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct TokenList {
+    /// The tokens, oldest first.
+    pub tokens: Vec<Token>,
+}
