@@ -1,0 +1,175 @@
+//! The agent's state: one for the whole sandbox, shared by all channels.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use emergent_guest_protocol::Configuration;
+use emergent_guest_tools::Context;
+use emergent_wire::tools::WORKSPACE_DIR;
+
+use crate::background::Operations;
+use crate::command::Drain;
+use crate::memory::MemoryGuard;
+use crate::procfs;
+use crate::reaper::Reaper;
+use crate::shell::Shells;
+use crate::workers::{self, Workers};
+use crate::{disk, log};
+
+/// How long processes have between SIGTERM and SIGKILL when the sandbox is stopped.
+const STOP_GRACE: Duration = Duration::from_secs(8);
+
+/// Everything the agent knows.
+pub(crate) struct Agent {
+    /// New each time the agent starts.
+    pub(crate) boot_id: String,
+    pub(crate) workers: Arc<Workers>,
+    pub(crate) reaper: Arc<Reaper>,
+    pub(crate) shells: Shells,
+    pub(crate) operations: Operations,
+    pub(crate) memory: MemoryGuard,
+    pub(crate) drain: Drain,
+    pub(crate) disk: disk::Watch,
+    configuration: RwLock<Arc<Configuration>>,
+    stopping: Mutex<()>,
+}
+
+impl Agent {
+    /// Starts the threads that look after the sandbox.
+    pub(crate) fn start() -> Arc<Self> {
+        let agent = Arc::new(Self {
+            boot_id: uuid::Uuid::new_v4().to_string(),
+            workers: Arc::default(),
+            reaper: Arc::default(),
+            shells: Shells::default(),
+            operations: Operations::default(),
+            memory: MemoryGuard::default(),
+            drain: Drain::default(),
+            disk: disk::Watch::default(),
+            configuration: RwLock::default(),
+            stopping: Mutex::default(),
+        });
+        let _ = std::fs::create_dir_all(WORKSPACE_DIR);
+        let reaper = Arc::clone(&agent.reaper);
+        workers::spawn_thread("reaper", move || reaper.run());
+        let guarded = Arc::clone(&agent);
+        workers::spawn_thread("memory", move || guarded.memory.run(&guarded));
+        agent
+    }
+
+    pub(crate) fn configuration(&self) -> Arc<Configuration> {
+        Arc::clone(&self.configuration.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Binds the sandbox to its workspace.
+    pub(crate) fn configure(self: &Arc<Self>, configuration: Configuration) {
+        if configuration.nameservers != self.configuration().nameservers {
+            write_nameservers(&configuration.nameservers);
+        }
+        let changed = {
+            let mut current = self.configuration.write().unwrap_or_else(PoisonError::into_inner);
+            let changed = current.environment != configuration.environment;
+            *current = Arc::new(configuration);
+            changed
+        };
+        if changed {
+            self.shells.discard();
+        }
+        self.shells.refill(self);
+    }
+
+    /// Where file tools look and stay.
+    pub(crate) fn context(&self) -> Context {
+        let configuration = self.configuration();
+        let roots: Vec<_> = configuration.confined_to.iter().map(Into::into).collect();
+        Context { workspace_dir: WORKSPACE_DIR.into(), confined_to: (!roots.is_empty()).then_some(roots) }
+    }
+
+    /// The variables a command sees: the image's, what every process expects, the workspace's.
+    pub(crate) fn environment(&self) -> BTreeMap<String, String> {
+        let mut environment: BTreeMap<String, String> = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .collect();
+        let mut default = |name: &str, value: &str| {
+            environment.entry(name.to_owned()).or_insert_with(|| value.to_owned());
+        };
+        default("HOME", "/root");
+        default("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+        default("LANG", "C.UTF-8");
+        default("USER", "root");
+        environment.extend(self.configuration().environment.clone());
+        environment
+    }
+
+    /// Waits for SIGTERM or SIGINT, then ends everything.
+    pub(crate) fn run_until_signalled(&self) {
+        wait_for_stop_signal();
+        self.end_processes(STOP_GRACE);
+    }
+
+    /// SIGTERM to every process, SIGKILL to those that are left after `grace`; then the disk is flushed.
+    pub(crate) fn end_processes(&self, grace: Duration) {
+        let _one_at_a_time = self.stopping.lock().unwrap_or_else(PoisonError::into_inner);
+        self.shells.close();
+        let deadline = Instant::now() + grace;
+        signal_all(libc::SIGTERM);
+        while Instant::now() < deadline && others_run() {
+            // Ends come through the reaper; there is no wake-up for "no process is left".
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        if others_run() {
+            log("processes that ignored SIGTERM are killed");
+            signal_all(libc::SIGKILL);
+        }
+        rustix::fs::sync();
+        self.shells.open();
+    }
+}
+
+fn others_run() -> bool {
+    !procfs::processes().is_empty()
+}
+
+/// Signals every process in the sandbox but this one.
+fn signal_all(signal: i32) {
+    if std::process::id() == 1 {
+        // SAFETY: kill has no memory effects. As PID 1 of a PID namespace, -1 means the sandbox's processes.
+        unsafe { libc::kill(-1, signal) };
+    }
+}
+
+/// Blocks until the sandbox is asked to stop.
+fn wait_for_stop_signal() {
+    // SAFETY: the set lives on this stack; sigwait only reads it and writes the signal number.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGTERM);
+        libc::sigaddset(&raw mut set, libc::SIGINT);
+        let mut signal = 0;
+        libc::sigwait(&raw const set, &raw mut signal);
+    }
+}
+
+/// Blocks the stop signals in this and all later threads, so that only [`wait_for_stop_signal`] gets them.
+pub(crate) fn block_stop_signals() {
+    // SAFETY: as above; called before any other thread exists.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigaddset(&raw mut set, libc::SIGTERM);
+        libc::sigaddset(&raw mut set, libc::SIGINT);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+fn write_nameservers(nameservers: &[String]) {
+    if nameservers.is_empty() {
+        return;
+    }
+    let text: String = nameservers.iter().map(|server| format!("nameserver {server}\n")).collect();
+    if let Err(error) = std::fs::write("/etc/resolv.conf", text) {
+        log(&format!("can't write /etc/resolv.conf: {error}"));
+    }
+}

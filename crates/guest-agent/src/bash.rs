@@ -1,0 +1,165 @@
+//! The bash tool: a command in the foreground, its output at the end or as it comes.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use emergent_guest_protocol::{BashCall, Kind};
+use emergent_wire::tools::{BashAnswer, BashRequest, WORKSPACE_DIR};
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::agent::Agent;
+use crate::call::{Call, cancelled};
+use crate::command::{Outcome, Sink, Started, Stopped, Stream};
+use crate::memory::OomCheck;
+use crate::output::Collected;
+use crate::reaper::{Ended, signal_name};
+
+/// Runs a command to its end.
+pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: &BashCall) -> Result<BashAnswer, ErrorDetail> {
+    let request = &message.request;
+    request.validate()?;
+    let oom = OomCheck::begin(&agent.memory);
+    let started = start(agent, request)?;
+    let (pid, tag) = (started.pid, started.tag.clone());
+    let timeout = request.effective_timeout_ms().map(Duration::from_millis);
+    let wake = call.wake().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
+    let mut answer;
+    let outcome;
+    if message.stream {
+        let mut sink = Live { call, stdout: 0, stderr: 0, pending: None };
+        outcome = started.run(&mut sink, timeout, &call.cancelled, &wake, &agent.drain);
+        answer = answer_of(message, &outcome);
+        (answer.stdout_bytes, answer.stderr_bytes) = (sink.stdout, sink.stderr);
+        sink.finish()?;
+    } else {
+        let mut output = Collected::new(message.operation_id);
+        outcome = started.run(&mut output, timeout, &call.cancelled, &wake, &agent.drain);
+        answer = answer_of(message, &outcome);
+        describe_output(&mut answer, &output);
+        call.send_data(Kind::Stdout, &output.stdout.shown())?;
+        call.send_data(Kind::Stderr, &output.stderr.shown())?;
+    }
+    if outcome.stopped == Some(Stopped::Cancelled) {
+        return Err(cancelled());
+    }
+    if let Some(note) = oom.victim(&agent.memory, pid, &tag, outcome.ended) {
+        answer.oom_killed = true;
+        answer.notes.push(note);
+    }
+    Ok(answer)
+}
+
+/// Starts the command of a request in its directory.
+pub(crate) fn start(agent: &Arc<Agent>, request: &BashRequest) -> Result<Started, ErrorDetail> {
+    agent.disk.refuse_if_full(agent)?;
+    let directory = directory_of(request)?;
+    agent.memory.begin_activity();
+    agent.shells.start(agent, &request.command, &directory, &request.environment)
+}
+
+fn directory_of(request: &BashRequest) -> Result<PathBuf, ErrorDetail> {
+    let directory = match &request.workdir {
+        None => return Ok(WORKSPACE_DIR.into()),
+        Some(workdir) => Path::new(WORKSPACE_DIR).join(workdir),
+    };
+    match std::fs::metadata(&directory) {
+        Ok(metadata) if metadata.is_dir() => Ok(directory),
+        Ok(_) => Err(ErrorDetail::new(
+            ErrorCode::WrongFileType,
+            format!("workdir {} is not a directory", directory.display()),
+        )),
+        Err(error) => Err(ErrorDetail::new(
+            ErrorCode::FileNotFound,
+            format!("workdir {}: {error}; create it first, or leave workdir out", directory.display()),
+        )),
+    }
+}
+
+fn answer_of(message: &BashCall, outcome: &Outcome) -> BashAnswer {
+    let (exit_code, signal) = describe_end(outcome.ended, outcome.stopped);
+    BashAnswer {
+        stdout: String::new(),
+        stderr: String::new(),
+        exit_code,
+        signal,
+        duration_ms: u64::try_from(outcome.duration.as_millis()).unwrap_or(u64::MAX),
+        truncated: false,
+        stdout_bytes: 0,
+        stderr_bytes: 0,
+        timed_out: outcome.stopped == Some(Stopped::TimedOut),
+        oom_killed: false,
+        stdout_path: None,
+        stderr_path: None,
+        notes: Vec::new(),
+        operation_id: message.operation_id,
+    }
+}
+
+/// Exit code and signal as the caller sees them: a command that was told to end has no exit code of its own.
+pub(crate) fn describe_end(ended: Ended, stopped: Option<Stopped>) -> (Option<i32>, Option<String>) {
+    match ended {
+        Ended::Exited(code) if stopped.is_none() => (Some(code), None),
+        Ended::Exited(_) => (None, None),
+        Ended::Signalled(signal) => (None, Some(signal_name(signal))),
+    }
+}
+
+fn describe_output(answer: &mut BashAnswer, output: &Collected) {
+    answer.stdout_bytes = output.stdout.total;
+    answer.stderr_bytes = output.stderr.total;
+    answer.truncated = output.stdout.is_cut() || output.stderr.is_cut();
+    answer.stdout_path = output.stdout.path();
+    answer.stderr_path = output.stderr.path();
+    answer.notes.extend(output.stdout.note("stdout"));
+    answer.notes.extend(output.stderr.note("stderr"));
+}
+
+/// Sends output as it comes; the command is held back while the host takes no more.
+struct Live<'a> {
+    call: &'a Call,
+    stdout: u64,
+    stderr: u64,
+    /// What there was no credit for yet.
+    pending: Option<(Kind, Vec<u8>)>,
+}
+
+impl Live<'_> {
+    /// Sends what there is credit for. False when the host is gone.
+    fn send(&mut self, kind: Kind, mut bytes: &[u8]) -> bool {
+        while !bytes.is_empty() {
+            match self.call.send_some(kind, bytes) {
+                Ok(0) => {
+                    self.pending = Some((kind, bytes.to_vec()));
+                    return true;
+                }
+                Ok(sent) => bytes = &bytes[sent..],
+                Err(_) => return false,
+            }
+        }
+        true
+    }
+
+    /// Waits until everything is sent.
+    fn finish(self) -> Result<(), ErrorDetail> {
+        self.pending.map_or(Ok(()), |(kind, bytes)| self.call.send_data(kind, &bytes))
+    }
+}
+
+impl Sink for Live<'_> {
+    fn is_ready(&mut self) -> bool {
+        if let Some((kind, bytes)) = self.pending.take() {
+            self.send(kind, &bytes);
+        }
+        self.pending.is_none() && self.call.has_output_credit()
+    }
+
+    fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool {
+        let (kind, total) = match stream {
+            Stream::Stdout => (Kind::Stdout, &mut self.stdout),
+            Stream::Stderr => (Kind::Stderr, &mut self.stderr),
+        };
+        *total += bytes.len() as u64;
+        self.send(kind, bytes)
+    }
+}

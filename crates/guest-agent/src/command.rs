@@ -1,0 +1,358 @@
+//! Runs one process to its end: its output into a sink, its time limited, its whole family ended with it.
+//!
+//! ```text
+//! running ──time-out, cancel, kill──▶ terminating (SIGTERM) ──5 s──▶ killed (SIGKILL)
+//!    │                                     │                              │
+//!    └───────────── the process ends ──────┴──────────────────────────────┘
+//! ```
+//!
+//! The call ends when the process ends, not when its streams close: what it left in the background goes on, and
+//! what that prints is read and dropped, so that it does not block or die.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use emergent_wire::tools::TERMINATE_GRACE_MS;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal};
+
+use crate::procfs;
+use crate::reaper::{Ended, Exit, Reaper};
+use crate::wake::Wake;
+use crate::workers;
+
+/// Marks every process that a command starts, so that those that left its process group can be found.
+const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
+/// What a pipe holds at most: what may be left in it when its process has ended.
+const PIPE_BYTES: usize = 64 * 1024;
+
+/// One of a process's two output streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// Where output goes.
+pub(crate) trait Sink {
+    /// Whether it can take more now; if not, the process is held back.
+    fn is_ready(&mut self) -> bool {
+        true
+    }
+
+    /// Takes output. `false` ends the command.
+    fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool;
+}
+
+/// A process that was started and not yet waited for.
+pub(crate) struct Started {
+    pub(crate) pid: i32,
+    pub(crate) tag: String,
+    pub(crate) exit: Arc<Exit>,
+    pub(crate) stdin: Option<OwnedFd>,
+    stdout: Option<OwnedFd>,
+    stderr: Option<OwnedFd>,
+}
+
+/// Why a command was ended before its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    TimedOut,
+    Cancelled,
+}
+
+/// What became of a command.
+pub(crate) struct Outcome {
+    pub(crate) ended: Ended,
+    pub(crate) stopped: Option<Stopped>,
+    pub(crate) duration: Duration,
+}
+
+/// Starts a process in a session of its own.
+pub(crate) fn start(
+    reaper: &Reaper,
+    program: &Path,
+    arguments: &[&str],
+    directory: &Path,
+    environment: &BTreeMap<String, String>,
+    stdin: Stdio,
+) -> std::io::Result<Started> {
+    let tag = uuid::Uuid::new_v4().simple().to_string();
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .current_dir(directory)
+        .env_clear()
+        .envs(environment)
+        .env(TAG_VARIABLE, &tag)
+        .stdin(stdin)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    // SAFETY: only async-signal-safe system calls between fork and exec, and nothing is allocated.
+    unsafe {
+        command.pre_exec(|| {
+            libc::setsid();
+            unblock_signals();
+            become_first_victim();
+            Ok(())
+        });
+    }
+    let (mut child, exit) = reaper.spawn(&mut command)?;
+    Ok(Started {
+        pid: child.id().cast_signed(),
+        tag,
+        exit,
+        stdin: child.stdin.take().map(Into::into),
+        stdout: child.stdout.take().map(Into::into),
+        stderr: child.stderr.take().map(Into::into),
+    })
+}
+
+/// The agent blocks stop signals for itself; its children must get theirs.
+fn unblock_signals() {
+    // SAFETY: the set lives on this stack; async-signal-safe.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&raw mut set);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// When the kernel has to kill something, it shall be a command and not the agent.
+fn become_first_victim() {
+    // SAFETY: constant paths and buffers; open, write and close are async-signal-safe.
+    unsafe {
+        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if file >= 0 {
+            libc::write(file, c"500".as_ptr().cast(), 3);
+            libc::close(file);
+        }
+    }
+}
+
+/// The tag of the command that a process belongs to.
+pub(crate) fn tag_of(pid: i32) -> Option<String> {
+    procfs::variable(pid, TAG_VARIABLE)
+}
+
+impl Started {
+    /// Signals the process group, and those of its family that left it.
+    fn signal(&self, signal: Signal) {
+        if self.exit.ended().is_none()
+            && let Some(group) = Pid::from_raw(self.pid)
+        {
+            let _ = rustix::process::kill_process_group(group, signal);
+        }
+        for process in self.family() {
+            if let Some(pid) = Pid::from_raw(process) {
+                let _ = rustix::process::kill_process(pid, signal);
+            }
+        }
+    }
+
+    /// All processes that carry this command's tag.
+    fn family(&self) -> Vec<i32> {
+        let own = std::process::id().cast_signed();
+        let is_ours = |pid: &i32| *pid != own && tag_of(*pid).as_deref() == Some(&self.tag);
+        procfs::process_ids().filter(is_ours).collect()
+    }
+
+    /// Reads the process's output until it has ended.
+    ///
+    /// `wake` must be the one that is set when `stop` becomes true or the sink becomes ready.
+    pub(crate) fn run(
+        mut self,
+        sink: &mut dyn Sink,
+        timeout: Option<Duration>,
+        stop: &AtomicBool,
+        wake: &Arc<Wake>,
+        drain: &Drain,
+    ) -> Outcome {
+        let begun = Instant::now();
+        let mut phase = Phase::Running { deadline: timeout.map(|timeout| begun + timeout) };
+        let mut stopped = None;
+        self.exit.notify(wake);
+        for stream in [&self.stdout, &self.stderr].into_iter().flatten() {
+            let _ = rustix::io::ioctl_fionbio(stream, true);
+        }
+        let mut buffer = vec![0_u8; PIPE_BYTES];
+        let ended = loop {
+            self.wait(sink.is_ready(), wake, phase.next_deadline());
+            wake.clear();
+            let ended = self.exit.ended();
+            let wanted = self.pump(sink, &mut buffer);
+            if let Some(ended) = ended {
+                // Whatever it wrote before its end is in the pipes by now.
+                if sink.is_ready() || stop.load(Ordering::SeqCst) {
+                    self.pump(sink, &mut buffer);
+                    break ended;
+                }
+                continue;
+            }
+            let reason = if !wanted || stop.load(Ordering::SeqCst) {
+                Some(Stopped::Cancelled)
+            } else if phase.is_over() {
+                Some(Stopped::TimedOut)
+            } else {
+                None
+            };
+            if let Some(signal) = phase.advance(reason) {
+                stopped = stopped.or(reason);
+                self.signal(signal);
+            }
+        };
+        let duration = begun.elapsed();
+        if stopped.is_some() {
+            self.end_family(&phase);
+        }
+        for stream in [self.stdout.take(), self.stderr.take()].into_iter().flatten() {
+            drain.add(stream);
+        }
+        Outcome { ended, stopped, duration }
+    }
+
+    /// Waits until there is output to take, a wake-up, or the deadline.
+    fn wait(&self, take_output: bool, wake: &Arc<Wake>, deadline: Option<Instant>) {
+        let mut fds = vec![PollFd::new(wake, PollFlags::IN)];
+        if take_output {
+            fds.extend([&self.stdout, &self.stderr].into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        }
+        let timeout = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() }
+        });
+        let _ = poll(&mut fds, timeout.as_ref());
+    }
+
+    /// Takes what is in the pipes, at most what each can hold. False when the sink wants no more.
+    fn pump(&mut self, sink: &mut dyn Sink, buffer: &mut [u8]) -> bool {
+        for stream in [Stream::Stdout, Stream::Stderr] {
+            let pipe = match stream {
+                Stream::Stdout => &mut self.stdout,
+                Stream::Stderr => &mut self.stderr,
+            };
+            let mut taken = 0;
+            while taken < PIPE_BYTES && sink.is_ready() {
+                let Some(fd) = pipe else { break };
+                match rustix::io::read(fd, &mut *buffer) {
+                    Ok(0) => *pipe = None,
+                    Ok(length) => {
+                        taken += length;
+                        if !sink.take(stream, &buffer[..length]) {
+                            return false;
+                        }
+                    }
+                    Err(Errno::INTR) => {}
+                    Err(Errno::AGAIN) => break,
+                    Err(_) => *pipe = None,
+                }
+            }
+        }
+        true
+    }
+
+    /// A command that was told to end takes its family with it: the rest of the grace, then SIGKILL.
+    fn end_family(&self, phase: &Phase) {
+        let deadline = phase.next_deadline().unwrap_or_else(Instant::now);
+        while !self.family().is_empty() && Instant::now() < deadline {
+            // Orphans end without telling anybody but the reaper.
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.signal(Signal::KILL);
+    }
+}
+
+enum Phase {
+    Running { deadline: Option<Instant> },
+    Terminating { kill_at: Instant },
+    Killed,
+}
+
+impl Phase {
+    fn next_deadline(&self) -> Option<Instant> {
+        match self {
+            Phase::Running { deadline } => *deadline,
+            Phase::Terminating { kill_at } => Some(*kill_at),
+            Phase::Killed => None,
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.next_deadline().is_some_and(|deadline| Instant::now() >= deadline)
+    }
+
+    /// The signal to send now, if any.
+    fn advance(&mut self, reason: Option<Stopped>) -> Option<Signal> {
+        match self {
+            Phase::Running { .. } if reason.is_some() => {
+                let kill_at = Instant::now() + Duration::from_millis(TERMINATE_GRACE_MS);
+                *self = Phase::Terminating { kill_at };
+                Some(Signal::TERM)
+            }
+            Phase::Terminating { .. } if self.is_over() => {
+                *self = Phase::Killed;
+                Some(Signal::KILL)
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Reads and drops what processes print whose command has ended.
+#[derive(Default)]
+pub(crate) struct Drain {
+    pipes: Arc<Mutex<Vec<OwnedFd>>>,
+    wake: OnceLock<Option<Arc<Wake>>>,
+}
+
+/// Pipes beyond this are closed instead: who writes to them gets SIGPIPE.
+const MAX_DRAINED: usize = 256;
+
+impl Drain {
+    fn add(&self, pipe: OwnedFd) {
+        let wake = self.wake.get_or_init(|| {
+            let wake = Arc::new(Wake::new().ok()?);
+            let (pipes, woken) = (Arc::clone(&self.pipes), Arc::clone(&wake));
+            workers::spawn_thread("drain", move || drain_for_ever(&pipes, &woken)).then_some(wake)
+        });
+        let Some(wake) = wake else { return };
+        let mut pipes = self.pipes.lock().unwrap_or_else(PoisonError::into_inner);
+        if pipes.len() < MAX_DRAINED {
+            pipes.push(pipe);
+        }
+        drop(pipes);
+        wake.set();
+    }
+}
+
+fn drain_for_ever(added: &Mutex<Vec<OwnedFd>>, wake: &Wake) {
+    let mut pipes: Vec<OwnedFd> = Vec::new();
+    let mut buffer = [0_u8; 4096];
+    loop {
+        let mut fds = vec![PollFd::new(wake, PollFlags::IN)];
+        fds.extend(pipes.iter().map(|pipe| PollFd::from_borrowed_fd(pipe.as_fd(), PollFlags::IN)));
+        let _ = poll(&mut fds, None);
+        let ready: Vec<bool> = fds.iter().skip(1).map(|fd| !fd.revents().is_empty()).collect();
+        drop(fds);
+        wake.clear();
+        let mut index = 0;
+        pipes.retain(|pipe| {
+            let is_ready = ready.get(index).copied().unwrap_or(false);
+            index += 1;
+            !is_ready
+                || match rustix::io::read(pipe, &mut buffer) {
+                    Ok(length) => length > 0,
+                    Err(error) => error == Errno::AGAIN || error == Errno::INTR,
+                }
+        });
+        pipes.append(&mut added.lock().unwrap_or_else(PoisonError::into_inner));
+        pipes.truncate(MAX_DRAINED);
+    }
+}

@@ -1,0 +1,99 @@
+//! From a call's message to the tool that answers it.
+
+use std::io::Read;
+use std::sync::Arc;
+use std::time::Duration;
+
+use emergent_guest_protocol::{GuestCall, Kind, MAX_DATA_BYTES, UsageAnswer, WriteCall};
+use emergent_guest_tools::{edit, glob, grep, read, write};
+use emergent_wire::tools::{ReadAnswer, ReadRequest, WriteAnswer};
+use emergent_wire::{ErrorCode, ErrorDetail};
+use serde::Serialize;
+
+use crate::agent::Agent;
+use crate::call::Call;
+use crate::{bash, disk, git, procfs};
+
+/// Runs a call to its end and sends its answer.
+pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
+    let context = agent.context();
+    let cancel = &call.cancelled;
+    let answer = match message {
+        GuestCall::Configure(configuration) => {
+            agent.configure(configuration);
+            json(Ok(Empty {}))
+        }
+        GuestCall::Bash(message) if message.request.background => json(agent.operations.start(agent, &message)),
+        GuestCall::Bash(message) => json(bash::run(agent, call, &message)),
+        GuestCall::Attach(message) => json(agent.operations.attach(call, &message)),
+        GuestCall::KillOperation(message) => json(agent.operations.kill(message.operation_id)),
+        GuestCall::Read(request) if request.raw => json(read_raw(agent, call, &request)),
+        GuestCall::Read(request) => json(read::read(&context, &request, cancel)),
+        GuestCall::Write(message) => json(write_file(agent, call, &message)),
+        GuestCall::Edit(request) => {
+            json(agent.disk.refuse_if_full(agent).and_then(|()| edit::edit(&context, &request, cancel)))
+        }
+        GuestCall::Glob(request) => json(glob::glob(&context, &request, cancel)),
+        GuestCall::Grep(request) => json(grep::grep(&context, &request, cancel)),
+        GuestCall::Git(request) => json(git::run(agent, call, &request)),
+        GuestCall::Usage(()) => json(Ok(usage(agent))),
+        GuestCall::Shutdown(message) => {
+            agent.end_processes(Duration::from_millis(message.grace_ms.min(60_000)));
+            json(Ok(Empty {}))
+        }
+    };
+    call.finish(answer);
+}
+
+#[derive(Serialize)]
+struct Empty {}
+
+fn json<T: Serialize>(answer: Result<T, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {
+    serde_json::to_vec(&answer?).map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string()))
+}
+
+/// Sends a file's bytes as data.
+fn read_raw(agent: &Agent, call: &Call, request: &ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
+    let mut raw = read::open_raw(&agent.context(), &request.file_path)?;
+    let mut buffer = vec![0_u8; MAX_DATA_BYTES];
+    let mut left = raw.size;
+    while left > 0 {
+        let length = raw.file.read(&mut buffer).map_err(|error| {
+            ErrorDetail::new(ErrorCode::Unacceptable, format!("{} can't be read: {error}", request.file_path))
+        })?;
+        if length == 0 {
+            break;
+        }
+        call.send_data(Kind::Stdout, &buffer[..length])?;
+        left = left.saturating_sub(length as u64);
+    }
+    Ok(ReadAnswer { file_size: raw.size - left, media_type: Some(raw.media_type), ..ReadAnswer::default() })
+}
+
+/// Writes a file out of the call's input.
+fn write_file(agent: &Agent, call: &Call, message: &WriteCall) -> Result<WriteAnswer, ErrorDetail> {
+    agent.disk.refuse_if_full(agent)?;
+    let mut writer = write::FileWriter::create(&agent.context(), &message.file_path)?;
+    while let Some(bytes) = call.next_input()? {
+        writer.push(&bytes)?;
+    }
+    writer.commit()
+}
+
+fn usage(agent: &Agent) -> UsageAnswer {
+    let memory = procfs::memory().unwrap_or_default();
+    let (used, total) = match agent.configuration().watched_disk_bytes {
+        Some(limit) => (agent.disk.used(), limit),
+        None => disk::file_system(),
+    };
+    let waiting = agent.shells.waiting();
+    UsageAnswer {
+        disk_used_bytes: used,
+        disk_total_bytes: total,
+        memory_used_bytes: memory.total.saturating_sub(memory.available),
+        memory_total_bytes: memory.total,
+        agent_rss_bytes: procfs::own_resident_bytes(),
+        processes: procfs::process_ids().count().saturating_sub(1 + waiting) as u64,
+        running_operations: agent.operations.count() as u64,
+    }
+}

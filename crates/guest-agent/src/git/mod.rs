@@ -1,0 +1,265 @@
+//! The git tool: runs the image's git and reads its machine-readable output.
+//!
+//! git never asks (no terminal, no prompt), never pages, and never sees a credential that is not given to this
+//! one operation. Values from the request are validated so that none can be taken for an option.
+
+mod parse;
+mod run;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
+use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::agent::Agent;
+use crate::call::Call;
+use run::Git;
+
+/// Commits shown when the caller does not say.
+const DEFAULT_LOG: u32 = 20;
+/// How a commit is printed: fields apart by a character that no message holds.
+const LOG_FORMAT: &str = "--format=%H%x1f%an%x1f%ae%x1f%aI%x1f%s%x1f%b%x1e";
+
+/// Runs a request.
+pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    request.validate()?;
+    let directory = Path::new(WORKSPACE_DIR).join(request.path.as_deref().unwrap_or(""));
+    let git = Git::new(agent, call, clean(&directory))?;
+    let mut answer = match request.action {
+        GitAction::Clone => clone(agent, &git, request)?,
+        GitAction::Status => GitAnswer { status: Some(status(&git)?), ..GitAnswer::default() },
+        GitAction::Diff => diff(&git, request)?,
+        GitAction::Log => log(&git, request)?,
+        GitAction::Commit => commit(agent, &git, request)?,
+        GitAction::Push => push(&git, request)?,
+        GitAction::Pull => pull(&git, request)?,
+        GitAction::Checkout => checkout(&git, request)?,
+        GitAction::Branch => branch(&git, request)?,
+    };
+    answer.success = true;
+    answer.path = git.directory.to_string_lossy().into_owned();
+    Ok(answer)
+}
+
+/// The path without a trailing slash or `.` components.
+fn clean(path: &Path) -> PathBuf {
+    path.components().collect()
+}
+
+fn status(git: &Git) -> Result<emergent_wire::git::GitStatus, ErrorDetail> {
+    let output = git.output(&["status", "--porcelain=v2", "--branch", "--untracked-files=all", "-z"])?;
+    Ok(parse::status(&output))
+}
+
+fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    agent.disk.refuse_if_full(agent)?;
+    let url = request.repository_url.as_deref().unwrap_or_default();
+    check_url(url)?;
+    let target = Target::prepare(&git.directory)?;
+    let depth = request.limit.map(|limit| format!("--depth={limit}"));
+    let place = target.place().to_string_lossy().into_owned();
+    let mut arguments = vec!["clone", "--no-progress"];
+    arguments.extend(depth.as_deref());
+    // A commit is no name that a remote lists: it is fetched after the clone.
+    let commit = request.branch.as_deref().filter(|name| is_commit(name));
+    let name = request.branch.as_deref().filter(|_| commit.is_none());
+    if let Some(name) = name {
+        arguments.extend(["--branch", name]);
+    }
+    arguments.extend(["--", url, &place]);
+    let parent = git.at(target.parent());
+    parent.output(&arguments)?;
+    if let Some(commit) = commit {
+        let cloned = git.at(target.place());
+        if cloned.output(&["cat-file", "-e", &format!("{commit}^{{commit}}")]).is_err() {
+            let mut fetch = vec!["fetch", "--no-progress"];
+            fetch.extend(depth.as_deref());
+            fetch.extend(["origin", commit]);
+            cloned.output(&fetch)?;
+        }
+        cloned.output(&["checkout", "--detach", commit, "--"])?;
+    }
+    target.finish()?;
+    Ok(GitAnswer { status: Some(status(git)?), ..GitAnswer::default() })
+}
+
+/// Where a clone goes. git wants an empty directory, and ours may hold `.emergent`: then the clone is made in
+/// there and moved up when it is whole, so that a failure leaves the directory as it was.
+struct Target {
+    directory: PathBuf,
+    staging: Option<PathBuf>,
+}
+
+impl Target {
+    fn prepare(directory: &Path) -> Result<Self, ErrorDetail> {
+        let entries: Vec<_> = match std::fs::read_dir(directory) {
+            Ok(entries) => entries.flatten().map(|entry| entry.file_name()).collect(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(cannot(directory, &error)),
+        };
+        let staging = match entries.as_slice() {
+            [] => None,
+            [only] if only == ".emergent" => {
+                Some(directory.join(".emergent").join(format!("clone-{}", uuid::Uuid::new_v4().simple())))
+            }
+            _ => {
+                let message = format!(
+                    "{} is not empty: give another path to clone into, or remove what is there",
+                    directory.display()
+                );
+                return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+            }
+        };
+        std::fs::create_dir_all(directory).map_err(|error| cannot(directory, &error))?;
+        Ok(Self { directory: directory.to_owned(), staging })
+    }
+
+    fn place(&self) -> &Path {
+        self.staging.as_deref().unwrap_or(&self.directory)
+    }
+
+    fn parent(&self) -> &Path {
+        &self.directory
+    }
+
+    fn finish(mut self) -> Result<(), ErrorDetail> {
+        let Some(staging) = self.staging.take() else { return Ok(()) };
+        let mut entries: Vec<_> = std::fs::read_dir(&staging)
+            .map_err(|error| cannot(&staging, &error))?
+            .flatten()
+            .map(|entry| entry.file_name())
+            .collect();
+        // The repository itself comes last: until then this is visibly no repository.
+        entries.sort_by_key(|name| name == ".git");
+        for name in entries {
+            std::fs::rename(staging.join(&name), self.directory.join(&name)).map_err(|error| cannot(&staging, &error))?;
+        }
+        std::fs::remove_dir(&staging).map_err(|error| cannot(&staging, &error))
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        if let Some(staging) = &self.staging {
+            let _ = std::fs::remove_dir_all(staging);
+        }
+    }
+}
+
+fn check_url(url: &str) -> Result<(), ErrorDetail> {
+    let known = ["http://", "https://", "file://", "/"];
+    if known.iter().any(|scheme| url.starts_with(scheme)) {
+        return Ok(());
+    }
+    let message = "repository_url must begin with https://, http:// or file://, or be an absolute path";
+    Err(ErrorDetail::new(ErrorCode::BadRequest, message))
+}
+
+fn is_commit(name: &str) -> bool {
+    name.len() >= 7 && name.len() <= 64 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn diff(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    let mut common = vec!["diff", "--no-ext-diff", "--no-textconv"];
+    if request.staged {
+        common.push("--cached");
+    }
+    common.extend(request.base.as_deref());
+    let with = |extra: &[&str]| -> Vec<String> {
+        let mut arguments: Vec<String> = common.iter().chain(extra).map(|text| (*text).to_owned()).collect();
+        arguments.push("--".to_owned());
+        arguments.extend(request.files.iter().flatten().cloned());
+        arguments
+    };
+    let counts = git.output(&as_strs(&with(&["--numstat", "-z"])))?;
+    let (patch, truncated) = git.text(&as_strs(&with(&[])))?;
+    Ok(GitAnswer { diff: Some(patch), files: Some(parse::numstat(&counts)), truncated, ..GitAnswer::default() })
+}
+
+fn as_strs(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+fn log(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    let count = format!("--max-count={}", request.limit.unwrap_or(DEFAULT_LOG));
+    let mut arguments = vec!["log", LOG_FORMAT, &count];
+    arguments.extend(request.base.as_deref());
+    arguments.push("--");
+    arguments.extend(request.files.iter().flatten().map(String::as_str));
+    let commits = parse::log(&git.output(&arguments)?);
+    Ok(GitAnswer { commits: Some(commits), ..GitAnswer::default() })
+}
+
+fn commit(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    agent.disk.refuse_if_full(agent)?;
+    match &request.files {
+        None => git.output(&["add", "--all", "--", "."])?,
+        Some(files) => {
+            let mut arguments = vec!["add", "--all", "--"];
+            arguments.extend(files.iter().map(String::as_str));
+            git.output(&arguments)?
+        }
+    };
+    let message = format!("--message={}", request.message.as_deref().unwrap_or_default());
+    let mut arguments = vec!["commit", "--no-gpg-sign", "--quiet", &message];
+    if let Some(files) = &request.files {
+        arguments.extend(["--only", "--"]);
+        arguments.extend(files.iter().map(String::as_str));
+    }
+    git.output(&arguments)?;
+    let commits = parse::log(&git.output(&["log", LOG_FORMAT, "--max-count=1"])?);
+    Ok(GitAnswer { commits: Some(commits), status: Some(status(git)?), ..GitAnswer::default() })
+}
+
+fn push(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    let remote = request.remote.as_deref().unwrap_or("origin");
+    let branch = request.branch.as_deref().unwrap_or("HEAD");
+    let output = git.output_with_errors(&["push", "--no-progress", "--set-upstream", remote, branch])?;
+    Ok(GitAnswer { output: Some(output), ..GitAnswer::default() })
+}
+
+fn pull(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    let remote = request.remote.as_deref().unwrap_or("origin");
+    let mut arguments = vec!["pull", "--no-progress", "--ff", "--no-rebase", "--no-edit"];
+    if request.remote.is_some() || request.branch.is_some() {
+        arguments.push(remote);
+    }
+    arguments.extend(request.branch.as_deref());
+    let output = git.output_with_errors(&arguments)?;
+    Ok(GitAnswer { output: Some(output), status: Some(status(git)?), ..GitAnswer::default() })
+}
+
+fn checkout(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    let name = request.branch.as_deref().unwrap_or_default();
+    let mut arguments = vec!["checkout", "--no-progress"];
+    if request.create {
+        arguments.extend(["-b", name]);
+        arguments.extend(request.base.as_deref());
+    } else {
+        arguments.push(name);
+    }
+    arguments.push("--");
+    git.output(&arguments)?;
+    Ok(GitAnswer { status: Some(status(git)?), ..GitAnswer::default() })
+}
+
+fn branch(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    if let Some(name) = request.branch.as_deref() {
+        let mut arguments = vec!["branch"];
+        if request.delete {
+            arguments.push("--delete");
+        }
+        arguments.push(name);
+        arguments.extend(request.base.as_deref());
+        git.output(&arguments)?;
+    }
+    let format = "--format=%(refname:short)%1f%(objectname)%1f%(HEAD)%1f%(upstream:short)";
+    let branches = parse::branches(&git.output(&["branch", format])?);
+    Ok(GitAnswer { branches: Some(branches), ..GitAnswer::default() })
+}
+
+fn cannot(path: &Path, error: &std::io::Error) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::Unacceptable, format!("{}: {error}", path.display()))
+}

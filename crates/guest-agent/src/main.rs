@@ -1,0 +1,98 @@
+//! The guest agent: the one process of ours inside every sandbox.
+//!
+//! `emergent-guest init` is the sandbox's first process. It serves the channel on its standard input and output,
+//! reaps orphans, guards the memory, and takes further channels from `emergent-guest connect`, which the server
+//! starts in the sandbox when the first channel broke: it hands its own standard input and output over to the
+//! agent and waits, so that every channel is served by the one process that knows the running commands.
+//!
+//! It has no runtime dependency (static binary, no shell, no name service look-ups), no async runtime, and one
+//! thread for each call that runs.
+
+mod agent;
+mod background;
+mod bash;
+mod call;
+mod command;
+mod connection;
+mod disk;
+mod dispatch;
+mod git;
+mod handover;
+mod memory;
+mod output;
+mod procfs;
+mod reaper;
+mod shell;
+mod wake;
+mod workers;
+
+use std::os::fd::OwnedFd;
+use std::process::ExitCode;
+
+use agent::Agent;
+
+fn main() -> ExitCode {
+    limit_allocator();
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["init"] => init(),
+        ["connect"] => handover::connect(),
+        ["version"] => {
+            log(&format!("emergent-guest {} protocol {}", env!("CARGO_PKG_VERSION"), emergent_guest_protocol::PROTOCOL_VERSION));
+            Ok(())
+        }
+        _ => Err("usage: emergent-guest init|connect|version".to_owned()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            log(&message);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs the sandbox until it is told to stop.
+fn init() -> Result<(), String> {
+    agent::block_stop_signals();
+    let agent = Agent::start();
+    let listener = handover::listen()?;
+    let (input, output) = take_stdio()?;
+    connection::serve_in_background(&agent, input, output, None);
+    let accepting = std::sync::Arc::clone(&agent);
+    workers::spawn_thread("accept", move || handover::accept_for_ever(&accepting, &listener));
+    agent.run_until_signalled();
+    Ok(())
+}
+
+/// Standard input and output become the first channel; what the agent or a child prints by mistake must not
+/// get into it.
+fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
+    let take = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
+        let input = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+        let output = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)?;
+        rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;
+        if let Ok(null) = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()) {
+            rustix::stdio::dup2_stdin(&null)?;
+        }
+        Ok((input, output))
+    };
+    take().map_err(|error| format!("can't take over standard input and output: {error}"))
+}
+
+/// One memory pool instead of one per thread: the agent must stay small.
+fn limit_allocator() {
+    // SAFETY: mallopt only changes the allocator's own settings, and no other thread runs yet.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, 256 * 1024);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 256 * 1024);
+    }
+}
+
+/// The agent's own log: standard error, which the server keeps with the workspace's logs.
+pub(crate) fn log(message: &str) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "{message}");
+}

@@ -1,0 +1,169 @@
+//! Out of memory: the offending process dies, the workspace lives, and the caller is told.
+//!
+//! On gVisor the host's kernel would kill the whole sandbox, so the agent acts first: a thread watches what is
+//! left and kills the largest process group before nothing is. How often it looks depends on how soon the
+//! memory could be gone; while no command runs it does not look at all. Elsewhere the kernel kills a process
+//! by itself (commands volunteer for it), and its counters tell that it happened.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal};
+
+use crate::agent::Agent;
+use crate::procfs::{self, Process};
+use crate::reaper::Ended;
+use crate::{command, log, procfs::Memory};
+
+/// Kept free for the sandbox itself, whose kernel lives under the same limit.
+const RESERVE_BYTES: u64 = 48 << 20;
+/// And this part of all the memory.
+const RESERVE_PART: u64 = 32;
+/// No process fills memory faster than this.
+const FILL_RATE_BYTES_PER_MS: u64 = 3 << 20;
+/// Victims that are remembered for their callers.
+const MAX_VICTIMS: usize = 64;
+
+/// Watches the memory of a gVisor sandbox.
+#[derive(Default)]
+pub(crate) struct MemoryGuard {
+    victims: Mutex<Vec<Victim>>,
+    active: Mutex<bool>,
+    activity: Condvar,
+    tight: AtomicBool,
+}
+
+#[derive(Clone, Debug)]
+struct Victim {
+    session: i32,
+    /// The command it belonged to.
+    tag: Option<String>,
+    note: String,
+    number: u64,
+}
+
+impl MemoryGuard {
+    /// A command starts: memory may change from now on.
+    pub(crate) fn begin_activity(&self) {
+        *self.active.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.activity.notify_all();
+    }
+
+    /// Whether there is no memory to spare for conveniences.
+    pub(crate) fn is_tight(&self) -> bool {
+        self.tight.load(Ordering::Relaxed)
+    }
+
+    /// Watches for ever; returns at once where the kernel does this itself.
+    pub(crate) fn run(&self, agent: &Agent) {
+        if !std::path::Path::new("/proc/sentry-meminfo").exists() {
+            return;
+        }
+        loop {
+            let Some(memory) = procfs::memory() else { return };
+            let reserve = RESERVE_BYTES + memory.total / RESERVE_PART;
+            self.tight.store(memory.available < reserve * 2, Ordering::Relaxed);
+            if memory.available < reserve {
+                self.kill_largest(memory);
+            }
+            let spare = memory.available.saturating_sub(reserve);
+            let pause = (spare / FILL_RATE_BYTES_PER_MS).clamp(2, 500);
+            if self.is_idle(agent) {
+                self.wait_for_activity();
+            } else {
+                std::thread::sleep(Duration::from_millis(pause));
+            }
+        }
+    }
+
+    /// Nothing runs but the agent and the shells it started ahead.
+    fn is_idle(&self, agent: &Agent) -> bool {
+        let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
+        if procfs::process_ids().count() > 1 + agent.shells.waiting() {
+            return false;
+        }
+        *active = false;
+        true
+    }
+
+    fn wait_for_activity(&self) {
+        let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*active {
+            active = self.activity.wait(active).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Kills the process group that uses the most memory.
+    fn kill_largest(&self, memory: Memory) {
+        let processes = procfs::processes();
+        let size_of = |group: i32| -> u64 {
+            processes.iter().filter(|process| process.group == group).map(|process| process.resident_bytes).sum()
+        };
+        let Some(largest) = processes.iter().max_by_key(|process| size_of(process.group)) else { return };
+        let members: Vec<&Process> = processes.iter().filter(|process| process.group == largest.group).collect();
+        let Some(heaviest) = members.iter().max_by_key(|process| process.resident_bytes) else { return };
+        let note = format!(
+            "out of memory: {} (pid {}) used {} MiB of the workspace's {} MiB and was killed; use less, or create the workspace with more memory",
+            heaviest.name,
+            heaviest.pid,
+            heaviest.resident_bytes >> 20,
+            memory.total >> 20,
+        );
+        let tag = command::tag_of(heaviest.pid);
+        if let Some(group) = Pid::from_raw(largest.group) {
+            let _ = rustix::process::kill_process_group(group, Signal::KILL);
+        }
+        log(&note);
+        let mut victims = self.victims.lock().unwrap_or_else(PoisonError::into_inner);
+        let number = victims.last().map_or(1, |victim| victim.number + 1);
+        victims.push(Victim { session: largest.session, tag, note, number });
+        if victims.len() > MAX_VICTIMS {
+            victims.remove(0);
+        }
+    }
+}
+
+/// Compares before and after a command.
+pub(crate) struct OomCheck {
+    newest_victim: u64,
+    kernel_kills: u64,
+}
+
+impl OomCheck {
+    pub(crate) fn begin(guard: &MemoryGuard) -> Self {
+        let victims = guard.victims.lock().unwrap_or_else(PoisonError::into_inner);
+        Self { newest_victim: victims.last().map_or(0, |victim| victim.number), kernel_kills: kernel_kills() }
+    }
+
+    /// What to tell the caller when the command or one of its children was killed for want of memory.
+    pub(crate) fn victim(&self, guard: &MemoryGuard, pid: i32, tag: &str, ended: Ended) -> Option<String> {
+        let victims = guard.victims.lock().unwrap_or_else(PoisonError::into_inner);
+        let mine = victims.iter().find(|victim| {
+            victim.number > self.newest_victim && (victim.session == pid || victim.tag.as_deref() == Some(tag))
+        });
+        if let Some(victim) = mine {
+            return Some(victim.note.clone());
+        }
+        drop(victims);
+        let was_killed = ended == Ended::Signalled(libc::SIGKILL) || ended == Ended::Exited(128 + libc::SIGKILL);
+        (was_killed && kernel_kills() > self.kernel_kills).then(|| {
+            "out of memory: the kernel killed a process of this command; use less, or create the workspace with more memory"
+                .to_owned()
+        })
+    }
+}
+
+/// How many processes the kernel has killed for want of memory in this sandbox.
+fn kernel_kills() -> u64 {
+    const COUNTERS: [&str; 3] =
+        ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat"];
+    COUNTERS
+        .iter()
+        .find_map(|path| {
+            let text = std::fs::read_to_string(path).ok()?;
+            let line = text.lines().find(|line| line.starts_with("oom_kill "))?;
+            line.split_ascii_whitespace().nth(1)?.parse().ok()
+        })
+        .unwrap_or(0)
+}

@@ -1,0 +1,244 @@
+//! A command's output, bounded: head and tail of each stream in memory, all of it in a file when it is long.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use emergent_wire::OperationId;
+use emergent_wire::tools::{MAX_STREAM_BYTES, OUTPUT_DIR};
+
+use crate::command::{Sink, Stream};
+
+/// What is kept of a stream's beginning, and of its end.
+const HALF_BYTES: usize = MAX_STREAM_BYTES / 2;
+/// What is saved of one stream at most: a runaway command must not fill the workspace's disk.
+pub(crate) const MAX_SAVED_BYTES: u64 = 256 << 20;
+/// Outputs of this many commands are kept; the oldest go first.
+const KEPT_OUTPUTS: usize = 100;
+
+/// Where the output of an operation is saved.
+pub(crate) fn directory_of(operation: OperationId) -> PathBuf {
+    Path::new(OUTPUT_DIR).join(operation.to_string())
+}
+
+/// Makes an operation's directory, and makes room by removing the oldest ones.
+pub(crate) fn make_directory(operation: OperationId) -> std::io::Result<PathBuf> {
+    let parent = Path::new(OUTPUT_DIR);
+    let directory = directory_of(operation);
+    std::fs::create_dir_all(&directory)?;
+    if let Some(top) = parent.parent() {
+        let ignore = top.join(".gitignore");
+        if !ignore.exists() {
+            std::fs::write(ignore, "*\n")?;
+        }
+    }
+    let mut names: Vec<_> = std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
+    if names.len() > KEPT_OUTPUTS {
+        // Operation ids sort by time.
+        names.sort_unstable();
+        for name in &names[..names.len() - KEPT_OUTPUTS] {
+            let _ = std::fs::remove_dir_all(parent.join(name));
+        }
+    }
+    Ok(directory)
+}
+
+/// Collects both streams of a command.
+pub(crate) struct Collected {
+    operation: OperationId,
+    pub(crate) stdout: Collector,
+    pub(crate) stderr: Collector,
+}
+
+impl Collected {
+    pub(crate) fn new(operation: OperationId) -> Self {
+        Self { operation, stdout: Collector::default(), stderr: Collector::default() }
+    }
+}
+
+impl Sink for Collected {
+    fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool {
+        match stream {
+            Stream::Stdout => self.stdout.take(self.operation, "stdout", bytes),
+            Stream::Stderr => self.stderr.take(self.operation, "stderr", bytes),
+        }
+        true
+    }
+}
+
+/// Collects one stream.
+#[derive(Default)]
+pub(crate) struct Collector {
+    head: Vec<u8>,
+    tail: VecDeque<u8>,
+    pub(crate) total: u64,
+    saved: Saved,
+}
+
+#[derive(Default)]
+enum Saved {
+    /// All of it is still in memory.
+    #[default]
+    NotNeeded,
+    To(File, PathBuf, u64),
+    Failed(String),
+}
+
+impl Collector {
+    fn take(&mut self, operation: OperationId, name: &str, bytes: &[u8]) {
+        self.total += bytes.len() as u64;
+        if self.total > MAX_STREAM_BYTES as u64 {
+            self.save(operation, name, bytes);
+        }
+        let for_head = bytes.len().min(HALF_BYTES - self.head.len());
+        self.head.extend_from_slice(&bytes[..for_head]);
+        let rest = &bytes[for_head..];
+        // Until the stream is known to be too long, the tail holds all that the head does not.
+        let rest = &rest[rest.len().saturating_sub(HALF_BYTES)..];
+        let over = (self.tail.len() + rest.len()).saturating_sub(HALF_BYTES);
+        self.tail.drain(..over);
+        self.tail.extend(rest);
+    }
+
+    /// Appends to the file; the first time with all that came before.
+    fn save(&mut self, operation: OperationId, name: &str, bytes: &[u8]) {
+        if matches!(self.saved, Saved::NotNeeded) {
+            let begin = || -> std::io::Result<(File, PathBuf)> {
+                let path = make_directory(operation)?.join(name);
+                let mut file = File::create(&path)?;
+                file.write_all(&self.head)?;
+                let (front, back) = self.tail.as_slices();
+                file.write_all(front)?;
+                file.write_all(back)?;
+                Ok((file, path))
+            };
+            self.saved = match begin() {
+                Ok((file, path)) => Saved::To(file, path, (self.head.len() + self.tail.len()) as u64),
+                Err(error) => Saved::Failed(error.to_string()),
+            };
+        }
+        if let Saved::To(file, _, length) = &mut self.saved {
+            let room = usize::try_from(MAX_SAVED_BYTES.saturating_sub(*length)).unwrap_or(usize::MAX);
+            let part = &bytes[..bytes.len().min(room)];
+            *length += part.len() as u64;
+            if let Err(error) = file.write_all(part) {
+                self.saved = Saved::Failed(error.to_string());
+            }
+        }
+    }
+
+    pub(crate) fn is_cut(&self) -> bool {
+        self.total > MAX_STREAM_BYTES as u64
+    }
+
+    /// The file that holds all of the stream, if it was cut and could be saved.
+    pub(crate) fn path(&self) -> Option<String> {
+        match &self.saved {
+            Saved::To(_, path, _) => Some(path.to_string_lossy().into_owned()),
+            _ => None,
+        }
+    }
+
+    /// What the caller should know about the saved output.
+    pub(crate) fn note(&self, name: &str) -> Option<String> {
+        match &self.saved {
+            Saved::To(_, _, length) if *length < self.total => {
+                Some(format!("only the first {length} of {} bytes of {name} were saved", self.total))
+            }
+            Saved::Failed(error) => Some(format!("all of {name} could not be saved: {error}")),
+            _ => None,
+        }
+    }
+
+    /// What is shown of the stream.
+    pub(crate) fn shown(&self) -> Vec<u8> {
+        let tail: Vec<u8> = self.tail.iter().copied().collect();
+        if !self.is_cut() {
+            return [self.head.as_slice(), &tail].concat();
+        }
+        let head = whole_start(&self.head);
+        let tail = whole_end(&tail);
+        let cut = self.total - (head.len() + tail.len()) as u64;
+        let place = match self.path() {
+            Some(path) => format!("; all of it is in {path}"),
+            None => String::new(),
+        };
+        [head, format!("\n… [{cut} bytes cut{place}] …\n").as_bytes(), tail].concat()
+    }
+}
+
+/// `bytes` without a character that was cut off at its end.
+fn whole_start(bytes: &[u8]) -> &[u8] {
+    let start = bytes.len().saturating_sub(3);
+    let lead = (start..bytes.len()).rev().find(|index| bytes[*index] & 0xC0 != 0x80);
+    match lead {
+        Some(index) if bytes.len() - index < width(bytes[index]) => &bytes[..index],
+        _ => bytes,
+    }
+}
+
+/// `bytes` without a character that was cut off at its start.
+fn whole_end(bytes: &[u8]) -> &[u8] {
+    let rest = bytes.iter().take(3).take_while(|byte| *byte & 0xC0 == 0x80).count();
+    &bytes[rest..]
+}
+
+/// How many bytes a character has whose first one is `lead`.
+fn width(lead: u8) -> usize {
+    match lead {
+        0xC0..0xE0 => 2,
+        0xE0..0xF0 => 3,
+        0xF0.. => 4,
+        _ => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn collect(pieces: &[Vec<u8>]) -> Collector {
+        let mut collector = Collector { saved: Saved::Failed("not in this test".into()), ..Default::default() };
+        for piece in pieces {
+            collector.take(OperationId::generate(), "stdout", piece);
+        }
+        collector
+    }
+
+    proptest! {
+        #[test]
+        fn short_output_is_shown_as_it_is(pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..9000), 0..5)) {
+            let all = pieces.concat();
+            prop_assert_eq!(collect(&pieces).shown(), all);
+        }
+
+        #[test]
+        fn long_output_keeps_its_head_and_tail(sizes in prop::collection::vec(1_usize..70_000, 2..6)) {
+            let mut counter = 0_usize;
+            let pieces: Vec<Vec<u8>> = sizes
+                .iter()
+                .map(|size| (0..*size).map(|_| { counter += 1; b'a' + u8::try_from(counter % 23).unwrap() }).collect())
+                .collect();
+            let all = pieces.concat();
+            let collector = collect(&pieces);
+            let shown = collector.shown();
+            prop_assert_eq!(collector.total, all.len() as u64);
+            if all.len() <= MAX_STREAM_BYTES {
+                prop_assert_eq!(shown, all);
+            } else {
+                prop_assert!(shown.starts_with(&all[..HALF_BYTES]));
+                prop_assert!(shown.ends_with(&all[all.len() - HALF_BYTES..]));
+                prop_assert!(shown.len() < MAX_STREAM_BYTES + 200);
+            }
+        }
+
+        #[test]
+        fn characters_are_not_cut(text in "[aäß€😀]{20000,30000}") {
+            let shown = collect(&[text.into_bytes()]).shown();
+            prop_assert!(String::from_utf8(shown).is_ok());
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What `/proc` says: processes, memory. Everything here is best effort: a process may be gone any moment.
+
+use std::fs;
+
+/// A process of the sandbox.
+#[derive(Clone, Debug)]
+pub(crate) struct Process {
+    pub(crate) pid: i32,
+    pub(crate) group: i32,
+    pub(crate) session: i32,
+    pub(crate) name: String,
+    pub(crate) resident_bytes: u64,
+}
+
+/// All processes but this one.
+pub(crate) fn processes() -> Vec<Process> {
+    let own = std::process::id().cast_signed();
+    process_ids().filter(|pid| *pid != own).filter_map(process).collect()
+}
+
+/// The ids of all processes.
+pub(crate) fn process_ids() -> impl Iterator<Item = i32> {
+    fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+fn process(pid: i32) -> Option<Process> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name is in parentheses and may hold anything, so the fields are counted from the last one.
+    let (before, after) = stat.rsplit_once(')')?;
+    let name = before.split_once('(')?.1.to_owned();
+    let fields: Vec<&str> = after.split_ascii_whitespace().collect();
+    let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
+    let (state, group, session, pages) = (fields.first()?, number(2)?, number(3)?, number(21)?);
+    if *state == "Z" {
+        return None;
+    }
+    Some(Process {
+        pid,
+        group: i32::try_from(group).ok()?,
+        session: i32::try_from(session).ok()?,
+        name,
+        resident_bytes: u64::try_from(pages).ok()? * rustix::param::page_size() as u64,
+    })
+}
+
+/// A variable of the environment that the process was started with.
+pub(crate) fn variable(pid: i32, name: &str) -> Option<String> {
+    let environ = fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let value = environ
+        .split(|byte| *byte == 0)
+        .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+    String::from_utf8(value.to_vec()).ok()
+}
+
+/// Memory as `/proc/meminfo` shows it, in bytes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Memory {
+    pub(crate) total: u64,
+    pub(crate) available: u64,
+}
+
+/// The sandbox's memory.
+pub(crate) fn memory() -> Option<Memory> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let field = |name: &str| -> Option<u64> {
+        let line = text.lines().find(|line| line.starts_with(name))?;
+        line[name.len()..].trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
+    };
+    Some(Memory { total: field("MemTotal:")?, available: field("MemAvailable:").or_else(|| field("MemFree:"))? })
+}
+
+/// Resident memory of this process.
+pub(crate) fn own_resident_bytes() -> u64 {
+    let read = || -> Option<u64> {
+        let text = fs::read_to_string("/proc/self/statm").ok()?;
+        text.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()
+    };
+    read().unwrap_or(0) * rustix::param::page_size() as u64
+}

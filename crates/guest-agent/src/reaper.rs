@@ -1,0 +1,140 @@
+//! Starts processes and collects their ends: those of our commands, and as PID 1 those of every orphan.
+//!
+//! One thread waits for any child. Starting a process and noting who waits for it happen under one lock, so
+//! that an end is never collected before somebody is noted for it.
+
+use std::collections::HashMap;
+use std::process::{Child, Command};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+
+use crate::wake::Wake;
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Exited(i32),
+    Signalled(i32),
+}
+
+/// The end of one process, for whoever waits for it.
+#[derive(Debug, Default)]
+pub(crate) struct Exit {
+    ended: OnceLock<Ended>,
+    wake: OnceLock<Arc<Wake>>,
+}
+
+impl Exit {
+    /// How the process ended, if it did.
+    pub(crate) fn ended(&self) -> Option<Ended> {
+        self.ended.get().copied()
+    }
+
+    /// Sets `wake` when the process ends.
+    pub(crate) fn notify(&self, wake: &Arc<Wake>) {
+        let _ = self.wake.set(Arc::clone(wake));
+        if self.ended().is_some() {
+            wake.set();
+        }
+    }
+}
+
+/// All children.
+#[derive(Default)]
+pub(crate) struct Reaper {
+    children: Mutex<HashMap<i32, Arc<Exit>>>,
+    spawned: Condvar,
+}
+
+impl Reaper {
+    /// Starts a process.
+    pub(crate) fn spawn(&self, command: &mut Command) -> std::io::Result<(Child, Arc<Exit>)> {
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        let child = command.spawn()?;
+        let exit = Arc::new(Exit::default());
+        children.insert(child.id().cast_signed(), Arc::clone(&exit));
+        drop(children);
+        self.spawned.notify_all();
+        Ok((child, exit))
+    }
+
+    /// Collects ends for ever.
+    pub(crate) fn run(&self) {
+        loop {
+            // Looks without collecting: a spawn that fails collects its own child, under the lock.
+            let Some(pid) = wait_for_any() else {
+                let children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+                // No child of any kind: only a spawn can bring one.
+                if children.is_empty() {
+                    drop(self.spawned.wait(children).unwrap_or_else(PoisonError::into_inner));
+                }
+                continue;
+            };
+            let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(ended) = collect(pid) else { continue };
+            let Some(exit) = children.remove(&pid) else { continue };
+            drop(children);
+            let _ = exit.ended.set(ended);
+            if let Some(wake) = exit.wake.get() {
+                wake.set();
+            }
+        }
+    }
+}
+
+/// Waits until some child has ended and leaves it for [`collect`]. None when there is no child.
+fn wait_for_any() -> Option<i32> {
+    loop {
+        // SAFETY: siginfo_t is plain data that waitid fills in; zeroes are a valid value of it.
+        let (result, pid) = unsafe {
+            let mut info: libc::siginfo_t = std::mem::zeroed();
+            let result = libc::waitid(libc::P_ALL, 0, &raw mut info, libc::WEXITED | libc::WNOWAIT);
+            (result, info.si_pid())
+        };
+        if result == 0 {
+            return Some(pid);
+        }
+        if std::io::Error::last_os_error().raw_os_error() != Some(libc::EINTR) {
+            return None;
+        }
+    }
+}
+
+/// Collects the end of one child.
+fn collect(pid: i32) -> Option<Ended> {
+    let mut status = 0;
+    // SAFETY: waitpid writes the status through a valid pointer and touches nothing else.
+    let result = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
+    if result != pid {
+        return None;
+    }
+    if libc::WIFSIGNALED(status) {
+        return Some(Ended::Signalled(libc::WTERMSIG(status)));
+    }
+    Some(Ended::Exited(libc::WEXITSTATUS(status)))
+}
+
+/// A signal's name.
+pub(crate) fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        libc::SIGHUP => "SIGHUP",
+        libc::SIGINT => "SIGINT",
+        libc::SIGQUIT => "SIGQUIT",
+        libc::SIGILL => "SIGILL",
+        libc::SIGTRAP => "SIGTRAP",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGUSR1 => "SIGUSR1",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGUSR2 => "SIGUSR2",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGALRM => "SIGALRM",
+        libc::SIGTERM => "SIGTERM",
+        libc::SIGXCPU => "SIGXCPU",
+        libc::SIGXFSZ => "SIGXFSZ",
+        libc::SIGSYS => "SIGSYS",
+        other => return format!("signal {other}"),
+    };
+    name.to_owned()
+}

@@ -1,0 +1,228 @@
+//! Shells. Starting bash costs some 20 ms on gVisor, so a few are started ahead: each waits for one command on
+//! its standard input, runs it, and is never used again. What a command sees is the same either way.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::agent::Agent;
+use crate::command::{self, Started};
+
+/// Shells that wait.
+const WAITING_SHELLS: usize = 3;
+/// bash reads a pipe byte by byte: beyond this a new shell with the command as its argument is faster.
+const MAX_PIPED_BYTES: usize = 8 * 1024;
+/// The kernel takes no single argument of 128 KiB or more.
+const MAX_ARGUMENT_BYTES: usize = 120 * 1024;
+/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it.
+const LAUNCHER: &str = r#"IFS= read -r -d "" || exit; exec </dev/null; eval "$REPLY""#;
+
+/// The shells of the sandbox.
+#[derive(Default)]
+pub(crate) struct Shells {
+    waiting: Mutex<Vec<Started>>,
+    closed: AtomicBool,
+    refilling: AtomicBool,
+    program: OnceLock<Option<Program>>,
+}
+
+/// The shell that the image has.
+#[derive(Clone, Debug)]
+struct Program {
+    path: PathBuf,
+    is_bash: bool,
+}
+
+impl Shells {
+    /// Starts `command`.
+    pub(crate) fn start(
+        &self,
+        agent: &Arc<Agent>,
+        command: &str,
+        directory: &Path,
+        extra: &BTreeMap<String, String>,
+    ) -> Result<Started, ErrorDetail> {
+        let program = self.program(agent).ok_or_else(|| {
+            let message = "the image has neither bash nor sh: the bash tool can't run commands in it, but the file tools work";
+            ErrorDetail::new(ErrorCode::Unacceptable, message)
+        })?;
+        if let Some(started) = self.use_waiting(agent, command, directory, extra) {
+            self.refill(agent);
+            return Ok(started);
+        }
+        self.refill(agent);
+        let mut environment = agent.environment();
+        environment.extend(extra.clone());
+        let started = if command.len() <= MAX_ARGUMENT_BYTES {
+            let arguments = ["-c", command];
+            command::start(&agent.reaper, &program.path, &arguments, directory, &environment, Stdio::null())
+        } else {
+            start_long(agent, &program, command, directory, &environment)
+        };
+        started.map_err(|error| cannot_start(&error))
+    }
+
+    /// Hands the command to a shell that waits, if there is one and it would run it as a new one would.
+    fn use_waiting(
+        &self,
+        agent: &Agent,
+        command: &str,
+        directory: &Path,
+        extra: &BTreeMap<String, String>,
+    ) -> Option<Started> {
+        let mut script = String::new();
+        if directory != Path::new(WORKSPACE_DIR) {
+            script += &format!("cd -- {} || exit; unset OLDPWD; ", quote(directory.to_str()?));
+        }
+        for (name, value) in extra {
+            script += &format!("export {name}={}; ", quote(value));
+        }
+        // On one line with the command, so that line numbers in messages are the command's own.
+        script += "unset REPLY; ";
+        script += command;
+        if script.len() > MAX_PIPED_BYTES || agent.memory.is_tight() {
+            return None;
+        }
+        script.push('\0');
+        loop {
+            let mut shell = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            let stdin = shell.stdin.take()?;
+            if shell.exit.ended().is_none() && std::fs::File::from(stdin).write_all_bytes(script.as_bytes()) {
+                return Some(shell);
+            }
+        }
+    }
+
+    /// Starts shells in the background until enough wait.
+    pub(crate) fn refill(&self, agent: &Arc<Agent>) {
+        if self.refilling.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let agent = Arc::clone(agent);
+        agent.clone().workers.run(move || {
+            agent.shells.refill_now(&agent);
+            agent.shells.refilling.store(false, Ordering::SeqCst);
+        });
+    }
+
+    fn refill_now(&self, agent: &Agent) {
+        let Some(program) = self.program(agent).filter(|program| program.is_bash) else { return };
+        while !self.closed.load(Ordering::SeqCst) {
+            let configuration = agent.configuration();
+            let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).len();
+            if waiting >= WAITING_SHELLS {
+                return;
+            }
+            let environment = agent.environment();
+            let directory = Path::new(WORKSPACE_DIR);
+            let started =
+                command::start(&agent.reaper, &program.path, &["-c", LAUNCHER], directory, &environment, Stdio::piped());
+            let Ok(shell) = started else { return };
+            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            // A shell with the environment of an older configuration must not get a command.
+            if Arc::ptr_eq(&configuration, &agent.configuration()) && !self.closed.load(Ordering::SeqCst) {
+                waiting.insert(0, shell);
+            }
+        }
+    }
+
+    /// Lets the waiting shells go: they read the end of their input and exit.
+    pub(crate) fn discard(&self) {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    /// Starts no more shells ahead.
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.discard();
+    }
+
+    /// Starts shells ahead again.
+    pub(crate) fn open(&self) {
+        self.closed.store(false, Ordering::SeqCst);
+    }
+
+    /// How many shells wait: processes that nobody asked for.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    fn program(&self, agent: &Agent) -> Option<Program> {
+        if let Some(Some(program)) = self.program.get() {
+            return Some(program.clone());
+        }
+        let path = agent.environment().remove("PATH").unwrap_or_default();
+        let find = |name: &str| find_program(&path, name);
+        let found = find("bash")
+            .map(|path| Program { path, is_bash: true })
+            .or_else(|| find("sh").map(|path| Program { path, is_bash: false }));
+        // Only a find is kept: a shell may be installed later.
+        found.map(|program| self.program.get_or_init(|| Some(program)).clone()).unwrap_or_default()
+    }
+}
+
+/// A program by its name, in the directories of `path`.
+pub(crate) fn find_program(path: &str, name: &str) -> Option<PathBuf> {
+    path.split(':').filter(|directory| directory.starts_with('/')).map(|directory| Path::new(directory).join(name)).find(
+        |candidate| rustix::fs::access(candidate, rustix::fs::Access::EXEC_OK).is_ok() && candidate.is_file(),
+    )
+}
+
+/// A command too long for an argument comes from a file that has no name.
+fn start_long(
+    agent: &Agent,
+    program: &Program,
+    command: &str,
+    directory: &Path,
+    environment: &BTreeMap<String, String>,
+) -> std::io::Result<Started> {
+    let file = rustix::fs::memfd_create("command", rustix::fs::MemfdFlags::CLOEXEC)?;
+    let mut file = std::fs::File::from(file);
+    std::io::Write::write_all(&mut file, command.as_bytes())?;
+    std::io::Seek::rewind(&mut file)?;
+    let reader = r#"command=$(cat); exec </dev/null; eval "unset command; $command""#;
+    command::start(&agent.reaper, &program.path, &["-c", reader], directory, environment, Stdio::from(file))
+}
+
+/// Quotes a text for the shell.
+fn quote(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+fn cannot_start(error: &std::io::Error) -> ErrorDetail {
+    match error.raw_os_error() {
+        Some(libc::EAGAIN | libc::ENOMEM) => ErrorDetail::new(
+            ErrorCode::LimitReached,
+            "the workspace has no room for another process: end some (see `ps`), or create it with more memory",
+        ),
+        _ => ErrorDetail::new(ErrorCode::Unacceptable, format!("the shell can't be started: {error}")),
+    }
+}
+
+trait WriteAllBytes {
+    fn write_all_bytes(self, bytes: &[u8]) -> bool;
+}
+
+impl WriteAllBytes for std::fs::File {
+    fn write_all_bytes(mut self, bytes: &[u8]) -> bool {
+        std::io::Write::write_all(&mut self, bytes).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quoted_text_is_one_word() {
+        for text in ["", "a b", "it's", "$(rm -rf /)", "`x`", "a\nb", "'", "\\"] {
+            let output = std::process::Command::new("sh").args(["-c", &format!("printf %s {}", quote(text))]).output();
+            assert_eq!(String::from_utf8(output.unwrap().stdout).unwrap(), text);
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Threads for calls. A few stay for the next call, so that a call does not pay for a new thread.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Threads that wait for work.
+const KEPT_THREADS: usize = 2;
+/// Enough for the regex compiler and the directory walker; only touched pages cost memory.
+const STACK_BYTES: usize = 1 << 20;
+/// After this time without work a thread ends, down to [`KEPT_THREADS`].
+const IDLE_TIME: Duration = Duration::from_secs(10);
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A pool that grows as needed; how many jobs run at once is limited by the connections.
+#[derive(Default)]
+pub(crate) struct Workers {
+    state: Mutex<State>,
+    work: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    idle: usize,
+}
+
+impl Workers {
+    /// Runs `job` on a thread of the pool. False when no thread can be had.
+    pub(crate) fn run(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) -> bool {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.jobs.push_back(Box::new(job));
+        if state.jobs.len() <= state.idle {
+            drop(state);
+            self.work.notify_one();
+            return true;
+        }
+        drop(state);
+        let pool = Arc::clone(self);
+        if spawn_thread("call", move || pool.work_on()) {
+            return true;
+        }
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.jobs.pop_back().is_none()
+    }
+
+    fn work_on(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                drop(state);
+                job();
+                state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            state.idle += 1;
+            let (next, waited) =
+                self.work.wait_timeout(state, IDLE_TIME).unwrap_or_else(PoisonError::into_inner);
+            state = next;
+            state.idle -= 1;
+            if waited.timed_out() && state.jobs.is_empty() && state.idle >= KEPT_THREADS {
+                return;
+            }
+        }
+    }
+}
+
+/// Starts a thread with a small stack. False when the sandbox has no room for one.
+pub(crate) fn spawn_thread(name: &str, body: impl FnOnce() + Send + 'static) -> bool {
+    std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(body).is_ok()
+}

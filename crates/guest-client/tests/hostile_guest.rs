@@ -1,0 +1,159 @@
+//! A hostile guest must not hurt the host: whatever it sends, calls end with an error, memory stays bounded,
+//! and nothing hangs.
+
+use std::time::Duration;
+
+use emergent_guest_client::{CallError, Closed, GuestClient};
+use emergent_guest_protocol::{AgentHello, Frame, GuestCall, INITIAL_CREDIT, Kind, PROTOCOL_VERSION, ProtocolError};
+use emergent_wire::tools::GlobAnswer;
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+
+fn hello(protocol: u16) -> Frame {
+    let hello = AgentHello { protocol, version: "test".into(), boot_id: "1".into() };
+    Frame::message(Kind::Hello, 0, &hello).unwrap()
+}
+
+/// A channel whose guest is the returned stream; the host's HELLO is already read.
+async fn channel() -> (GuestClient, DuplexStream) {
+    let (host, mut guest) = tokio::io::duplex(1 << 20);
+    let (reader, writer) = tokio::io::split(host);
+    guest.write_all(&hello(PROTOCOL_VERSION).to_bytes()).await.unwrap();
+    let client = GuestClient::connect(reader, writer).await.unwrap();
+    let mut greeting = [0; 32];
+    guest.read_exact(&mut greeting).await.unwrap();
+    (client, guest)
+}
+
+/// Sends `attack` while a call waits, and returns how call and channel ended.
+async fn attack(attack: &[u8]) -> Closed {
+    let (client, mut guest) = channel().await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    guest.read_exact(&mut [0; 9 + 14]).await.unwrap();
+    let _ = guest.write_all(attack).await;
+    drop(guest);
+    match call.answer::<GlobAnswer>().await {
+        Err(CallError::Lost(_)) => client.closed().await,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn header(length: u32, kind: u8, call: u32) -> Vec<u8> {
+    let mut header = length.to_be_bytes().to_vec();
+    header.push(kind);
+    header.extend_from_slice(&call.to_be_bytes());
+    header
+}
+
+#[tokio::test]
+async fn oversized_frames_end_the_channel() {
+    for kind in 0..=20 {
+        let closed = attack(&header(u32::MAX, kind, 1)).await;
+        assert!(matches!(closed, Closed::Protocol(_)), "{kind}: {closed:?}");
+    }
+}
+
+#[tokio::test]
+async fn unknown_and_finished_calls_end_the_channel() {
+    let stray = Frame::new(Kind::Result, 77, *b"{}").to_bytes();
+    assert_eq!(attack(&stray).await, Closed::Protocol(ProtocolError::UnknownCall(Kind::Result, 77)));
+    let (client, mut guest) = channel().await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let answer = Frame::message(Kind::Result, 1, &GlobAnswer::default()).unwrap().to_bytes();
+    guest.write_all(&[answer.clone(), answer].concat()).await.unwrap();
+    assert!(call.answer::<GlobAnswer>().await.is_ok());
+    assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::UnknownCall(Kind::Result, 1)));
+}
+
+#[tokio::test]
+async fn half_a_frame_is_an_end_and_not_an_answer() {
+    let whole = Frame::message(Kind::Result, 1, &GlobAnswer::default()).unwrap().to_bytes();
+    for cut in [1, 8, 9, 12, whole.len() - 1] {
+        let closed = attack(&whole[..cut]).await;
+        assert_eq!(closed, Closed::Protocol(ProtocolError::Truncated), "{cut}");
+    }
+    assert!(matches!(attack(&[]).await, Closed::Ended(_)));
+}
+
+#[tokio::test]
+async fn a_flood_is_stopped_by_its_credit() {
+    let (client, mut guest) = channel().await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let flood = tokio::spawn(async move {
+        let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 60_000]).to_bytes();
+        let mut sent = 0_usize;
+        while guest.write_all(&frame).await.is_ok() {
+            sent += frame.len();
+        }
+        sent
+    });
+    // Nobody reads the call's events, so no credit is given back.
+    assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::OverCredit(1)));
+    drop(call);
+    let sent = flood.await.unwrap();
+    assert!(sent < (INITIAL_CREDIT as usize) + (3 << 20), "{sent}");
+}
+
+#[tokio::test]
+async fn tiny_frames_are_no_way_around_the_credit() {
+    let frames: Vec<u8> = (0..20_000).flat_map(|_| Frame::new(Kind::Stderr, 1, *b"x").to_bytes()).collect();
+    assert_eq!(attack(&frames).await, Closed::Protocol(ProtocolError::OverCredit(1)));
+}
+
+#[tokio::test]
+async fn an_answer_that_never_ends_is_cut_off() {
+    let (client, mut guest) = channel().await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    tokio::spawn(async move {
+        let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 1000]).to_bytes();
+        while guest.write_all(&frame).await.is_ok() {
+            // Stays within what it was granted: the host reads and gives credit back.
+            tokio::time::sleep(Duration::from_micros(10)).await;
+        }
+    });
+    let error = call.answer_with_output::<GlobAnswer>(100_000).await.unwrap_err();
+    assert!(matches!(error, CallError::Garbled(_)), "{error}");
+}
+
+#[tokio::test]
+async fn credit_floods_and_wrong_kinds_end_the_channel() {
+    let credit: Vec<u8> = (0..10).flat_map(|_| Frame::credit(1, 8 << 20).to_bytes()).collect();
+    assert_eq!(attack(&credit).await, Closed::Protocol(ProtocolError::OverCredit(1)));
+    let pong = Frame::new(Kind::Pong, 0, [0; 8]).to_bytes();
+    assert_eq!(attack(&pong).await, Closed::Protocol(ProtocolError::UnexpectedKind(12)));
+    assert!(matches!(attack(&hello(1).to_bytes()).await, Closed::Protocol(_)));
+    let garbled = Frame::new(Kind::Error, 1, *b"not json").to_bytes();
+    assert!(matches!(attack(&garbled).await, Closed::Protocol(ProtocolError::BadMessage { .. })));
+}
+
+#[tokio::test]
+async fn a_guest_of_an_unknown_version_is_refused_with_advice() {
+    let (host, mut guest) = tokio::io::duplex(1000);
+    let (reader, writer) = tokio::io::split(host);
+    guest.write_all(&hello(999).to_bytes()).await.unwrap();
+    let error = GuestClient::connect(reader, writer).await.err().unwrap().to_string();
+    assert!(error.contains("restart the workspace"), "{error}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_never_answers_is_given_up() {
+    let (client, guest) = channel().await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    assert!(matches!(call.answer::<GlobAnswer>().await, Err(CallError::Lost(Closed::Silent))));
+    drop(guest);
+}
+
+#[tokio::test]
+async fn a_dropped_call_is_cancelled_and_the_channel_goes_on() {
+    let (client, mut guest) = channel().await;
+    drop(client.start(&GuestCall::Usage(())).await.unwrap());
+    let mut seen = vec![0; 9 + 14 + 9];
+    guest.read_exact(&mut seen).await.unwrap();
+    assert_eq!(seen[9 + 14 + 4], Kind::Cancel as u8);
+    let late = [Frame::new(Kind::Stdout, 1, *b"late"), Frame::new(Kind::Result, 1, *b"{}")];
+    guest.write_all(&late.iter().flat_map(Frame::to_bytes).collect::<Vec<_>>()).await.unwrap();
+    let second = client.start(&GuestCall::Usage(())).await.unwrap();
+    let answer = Frame::message(Kind::Result, 2, &GlobAnswer::default()).unwrap();
+    guest.write_all(&answer.to_bytes()).await.unwrap();
+    assert!(second.answer::<GlobAnswer>().await.is_ok());
+    assert_eq!(client.open_calls(), 0);
+}

@@ -1,0 +1,179 @@
+//! Messages: what the JSON in HELLO, CALL and RESULT frames says.
+//!
+//! Answers of the tools are the types of `emergent_wire::tools`; outputs that may be large or not text
+//! (a command's output, a file's bytes) travel as data frames beside them.
+
+use std::collections::BTreeMap;
+
+use emergent_wire::OperationId;
+use emergent_wire::git::GitRequest;
+use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest};
+use serde::{Deserialize, Serialize};
+
+/// The version this build of the agent speaks.
+pub const PROTOCOL_VERSION: u16 = 1;
+/// The oldest agent this build of the server still speaks with.
+const OLDEST_AGENT: u16 = 1;
+
+/// The host's HELLO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostHello {
+    /// The oldest protocol version the host speaks.
+    pub oldest: u16,
+    /// The newest.
+    pub newest: u16,
+}
+
+impl Default for HostHello {
+    fn default() -> Self {
+        Self { oldest: OLDEST_AGENT, newest: PROTOCOL_VERSION }
+    }
+}
+
+/// The guest's HELLO.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentHello {
+    /// The protocol version the agent speaks.
+    pub protocol: u16,
+    /// The agent's own version.
+    pub version: String,
+    /// New each time the agent starts: tells a restarted sandbox from a reconnected one.
+    pub boot_id: String,
+}
+
+/// Host and agent have no version in common.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the agent speaks protocol {agent}, this server {oldest} to {newest}: restart the workspace to renew its agent")]
+pub struct VersionMismatch {
+    agent: u16,
+    oldest: u16,
+    newest: u16,
+}
+
+impl HostHello {
+    /// Whether the host can speak with this agent.
+    pub fn agree(&self, agent: &AgentHello) -> Result<u16, VersionMismatch> {
+        if (self.oldest..=self.newest).contains(&agent.protocol) {
+            Ok(agent.protocol)
+        } else {
+            Err(VersionMismatch { agent: agent.protocol, oldest: self.oldest, newest: self.newest })
+        }
+    }
+}
+
+/// What a CALL frame asks for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GuestCall {
+    /// Binds the sandbox to its workspace. Answer: `{}`.
+    Configure(Configuration),
+    /// Runs a command. Output as data; answer: `BashAnswer` with empty `stdout` and `stderr`.
+    Bash(BashCall),
+    /// Follows a command in the background: its output from an offset on as data, until it ends.
+    /// Answer: `OperationAnswer` with empty `stdout` and `stderr`.
+    Attach(AttachCall),
+    /// Ends a command in the background (SIGTERM, 5 s, SIGKILL). Answer: `OperationAnswer`.
+    KillOperation(OperationCall),
+    /// Answer: `ReadAnswer`. With `raw` the bytes come as data.
+    Read(ReadRequest),
+    /// The content comes as INPUT. Answer: `WriteAnswer`.
+    Write(WriteCall),
+    /// Answer: `EditAnswer`.
+    Edit(EditRequest),
+    /// Answer: `GlobAnswer`.
+    Glob(GlobRequest),
+    /// Answer: `GrepAnswer`.
+    Grep(GrepRequest),
+    /// Answer: `GitAnswer`.
+    Git(GitRequest),
+    /// Answer: [`UsageAnswer`].
+    Usage(()),
+    /// Ends all commands (SIGTERM, grace, SIGKILL) and flushes the disk. Answer: `{}`.
+    Shutdown(ShutdownCall),
+}
+
+/// What makes a sandbox the sandbox of one workspace. Sent first on every connection, so that neither the
+/// image nor the container's own settings hold it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Configuration {
+    /// Variables every command sees.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
+    /// Where file tools must stay; empty: anywhere in the sandbox.
+    #[serde(default)]
+    pub confined_to: Vec<String>,
+    /// The name servers to use, when the sandbox's own settings would not work.
+    #[serde(default)]
+    pub nameservers: Vec<String>,
+    /// The memory limit in bytes; the agent acts before the host kills the whole sandbox.
+    #[serde(default)]
+    pub memory_bytes: Option<u64>,
+    /// The disk limit in bytes that the agent must watch, when the file system does not enforce it.
+    #[serde(default)]
+    pub watched_disk_bytes: Option<u64>,
+}
+
+/// Runs a command.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BashCall {
+    /// The id the operation gets.
+    pub operation_id: OperationId,
+    /// The request.
+    pub request: BashRequest,
+    /// Send output as it comes, instead of head and tail at the end.
+    #[serde(default)]
+    pub stream: bool,
+}
+
+/// Follows or reads a command in the background.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttachCall {
+    /// The operation.
+    pub operation_id: OperationId,
+    /// Where in its output to start.
+    #[serde(default)]
+    pub offset: u64,
+    /// Stay until it ends; else answer with what is there.
+    #[serde(default)]
+    pub follow: bool,
+}
+
+/// Names a command in the background.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct OperationCall {
+    /// The operation.
+    pub operation_id: OperationId,
+}
+
+/// Writes a file; its content follows as INPUT.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WriteCall {
+    /// The file.
+    pub file_path: String,
+}
+
+/// Ends all commands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ShutdownCall {
+    /// How long commands have after SIGTERM.
+    pub grace_ms: u64,
+}
+
+/// What the sandbox uses.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UsageAnswer {
+    /// Bytes used under `/workspace`.
+    pub disk_used_bytes: u64,
+    /// Bytes there are under `/workspace`.
+    pub disk_total_bytes: u64,
+    /// Memory in use.
+    pub memory_used_bytes: u64,
+    /// Memory there is.
+    pub memory_total_bytes: u64,
+    /// Resident memory of the agent itself.
+    pub agent_rss_bytes: u64,
+    /// Processes besides the agent and its shells in waiting.
+    pub processes: u64,
+    /// Commands that run now.
+    pub running_operations: u64,
+}

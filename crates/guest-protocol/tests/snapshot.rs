@@ -1,0 +1,88 @@
+//! The protocol as bytes. A change of this snapshot is a change of the protocol: sandboxes that run now have
+//! the old agent, so it needs a new version and a host that still speaks the old one.
+
+use std::collections::BTreeMap;
+
+use emergent_guest_protocol::*;
+use emergent_wire::OperationId;
+use emergent_wire::git::{GitAction, GitRequest};
+use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest};
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+#[test]
+fn messages_and_frames_are_frozen() {
+    let operation_id = OperationId(uuid::uuid!("01890000-0000-7000-8000-000000000001"));
+    let bash = BashRequest {
+        command: "make".into(),
+        workdir: Some("/workspace/a".into()),
+        timeout_ms: Some(5),
+        environment: BTreeMap::from([("A".into(), "b".into())]),
+        background: false,
+    };
+    let git = GitRequest {
+        action: GitAction::Clone,
+        path: None,
+        repository_url: Some("https://host.example/r".into()),
+        branch: Some("main".into()),
+        limit: Some(1),
+        message: None,
+        files: None,
+        staged: false,
+        base: None,
+        create: false,
+        delete: false,
+        remote: None,
+    };
+    let calls = [
+        GuestCall::Configure(Configuration {
+            environment: BTreeMap::from([("KEY".into(), "value".into())]),
+            confined_to: vec!["/workspace".into()],
+            nameservers: vec!["192.0.2.53".into()],
+            memory_bytes: Some(1),
+            watched_disk_bytes: Some(2),
+        }),
+        GuestCall::Bash(BashCall { operation_id, request: bash, stream: true }),
+        GuestCall::Attach(AttachCall { operation_id, offset: 7, follow: true }),
+        GuestCall::KillOperation(OperationCall { operation_id }),
+        GuestCall::Read(ReadRequest { file_path: "a".into(), offset: Some(1), limit: Some(2), raw: false }),
+        GuestCall::Write(WriteCall { file_path: "a".into() }),
+        GuestCall::Edit(EditRequest {
+            file_path: "a".into(),
+            old_string: "b".into(),
+            new_string: "c".into(),
+            replace_all: true,
+            expected_sha256: None,
+        }),
+        GuestCall::Glob(GlobRequest { pattern: "**/*.rs".into(), path: None, limit: None }),
+        GuestCall::Grep(GrepRequest { pattern: "x".into(), ..Default::default() }),
+        GuestCall::Git(git),
+        GuestCall::Usage(()),
+        GuestCall::Shutdown(ShutdownCall { grace_ms: 10_000 }),
+    ];
+    let error = ErrorDetail::new(ErrorCode::FileNotFound, "no such file");
+    let frames = [
+        Frame::message(Kind::Hello, 0, &HostHello::default()).unwrap(),
+        Frame::message(Kind::Hello, 0, &AgentHello { protocol: 1, version: "v".into(), boot_id: "b".into() }).unwrap(),
+        Frame::message(Kind::Call, 1, &calls[10]).unwrap(),
+        Frame::new(Kind::Input, 2, *b"bytes"),
+        Frame::new(Kind::InputEnd, 2, []),
+        Frame::new(Kind::Cancel, 3, []),
+        Frame::new(Kind::Stdout, 4, *b"out"),
+        Frame::new(Kind::Stderr, 4, *b"err"),
+        Frame::credit(4, 65536),
+        Frame::message(Kind::Result, 5, &UsageAnswer::default()).unwrap(),
+        Frame::message(Kind::Error, 6, &error).unwrap(),
+        Frame::new(Kind::Ping, 0, 9_u64.to_be_bytes()),
+        Frame::new(Kind::Pong, 0, 9_u64.to_be_bytes()),
+    ];
+    let mut text = format!("protocol {PROTOCOL_VERSION}\n\n");
+    for call in &calls {
+        text += &serde_json::to_string(call).unwrap();
+        text.push('\n');
+    }
+    for frame in &frames {
+        text += &format!("\n{frame:?}\n{}", hex::encode(&frame.to_bytes()[..HEADER_BYTES]));
+        text += &format!(" {}\n", String::from_utf8_lossy(&frame.payload).escape_debug());
+    }
+    insta::assert_snapshot!(text);
+}
