@@ -1,1 +1,28 @@
-//! -
+//! The server: it owns the workspaces' lifecycle, and serves the REST API.
+//!
+//! ```text
+//! http/       parses, checks access, calls, converts; the only module that knows axum
+//! workspace/  placement, lifecycle, tool calls, recovery
+//! audit       one writer for the hash chain
+//! server      starting and stopping
+//! ```
+//! Invariant: intent is written to the store before any effect outside it, so that after a crash at any point the
+//! rows say what to finish or undo.
+
+mod audit;
+pub mod config;
+mod docs_page;
+mod http;
+mod server;
+mod tls;
+mod workspace;
+
+pub use config::{ConfigError, Overrides, Settings};
+pub use server::{Running, ServeError, serve};
+
+/// The OpenAPI description of the REST API, as JSON text.
+pub fn openapi_json() -> String {
+    let mut text = http::openapi().to_pretty_json().unwrap_or_default();
+    text.push('\n');
+    text
+}

@@ -12,7 +12,7 @@ pub const MAX_DATA_BYTES: usize = 64 * 1024;
 /// The largest message to the guest: two strings of edit at their limit, escaped.
 const MAX_CALL_BYTES: usize = 16 << 20;
 /// The largest message to the host.
-const MAX_ANSWER_BYTES: usize = 2 << 20;
+const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// The largest HELLO.
 const MAX_HELLO_BYTES: usize = 4096;
 
@@ -145,7 +145,7 @@ impl Kind {
             Kind::Input | Kind::Stdout | Kind::Stderr => (1, MAX_DATA_BYTES, "1 to 64 Ki"),
             Kind::InputEnd | Kind::Cancel => (0, 0, "0"),
             Kind::Credit => (4, 4, "4"),
-            Kind::Result | Kind::Error => (2, MAX_ANSWER_BYTES, "2 to 2 Mi"),
+            Kind::Result | Kind::Error => (2, MAX_ANSWER_BYTES, "2 to 4 Mi"),
             Kind::Ping | Kind::Pong => (8, 8, "8"),
         };
         if (least..=most).contains(&length) {

@@ -1,1 +1,18 @@
-//! -
+//! Sandbox providers: who makes, keeps and removes the isolated machines that workspaces run in.
+//!
+//! [`WorkspaceProvider`] is the seam: the control plane knows nothing below it. Every provider puts the same guest
+//! agent into its sandboxes and opens a channel to it, so tools behave the same everywhere.
+//!
+//! Invariant: whatever a provider makes outside the database is named after its workspace and carries the
+//! installation's id, so that it can be found again ([`WorkspaceProvider::list`]) after any crash, and nothing that
+//! belongs to somebody else is ever touched.
+
+mod container;
+mod error;
+mod guest_binary;
+mod sandbox;
+
+pub use container::{ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError, GVISOR_MISSING, Runtime};
+pub use error::ProviderError;
+pub use guest_binary::InstalledGuest;
+pub use sandbox::{Health, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, WorkspaceProvider};

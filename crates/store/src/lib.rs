@@ -1,1 +1,37 @@
-//! -
+//! The server's database.
+//!
+//! The only crate that knows sqlx. It keeps workspaces, access tokens, the audit log and settings in SQLite
+//! (the default) or in PostgreSQL, with one SQL text for both: queries are written with `$1` parameters,
+//! `RETURNING` and `ON CONFLICT`, and the few types on which the engines differ have wrappers.
+//!
+//! Invariants:
+//! - What a call has answered is on disk: neither `kill -9` nor a power cut takes it back.
+//! - A change that depends on what was there before (the concurrency limit, a change of status, the audit
+//!   chain) is one transaction, so it holds however many callers come at once.
+//! - No secret is stored in the clear: tokens are hashed, environments are sealed ([`seal`]).
+//! - Every statement is bounded in time.
+
+mod audit;
+mod audit_chain;
+mod db;
+mod error;
+mod expiry;
+mod migrate;
+mod open;
+mod page;
+mod process_lock;
+pub mod seal;
+mod settings;
+mod tokens;
+mod types;
+mod workspace_rows;
+mod workspaces;
+
+pub use audit::{AuditEntry, AuditFilter, AuditOutcome, AuditPage, AuditRecord};
+pub use audit_chain::{AuditFault, BrokenAudit};
+pub use error::{Result, StoreError};
+pub use migrate::SCHEMA_VERSION;
+pub use open::{Store, StoreConfig};
+pub use seal::{SealError, SealingKey};
+pub use tokens::{TOKEN_PREFIX, TokenRefusal};
+pub use workspace_rows::{NewWorkspace, WorkspaceFilter, WorkspaceRecord};

@@ -1,1 +1,3 @@
-//! -
+//! What the tests of several crates share: real services that start for one test and leave nothing behind.
+
+pub mod postgres;

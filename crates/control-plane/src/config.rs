@@ -1,0 +1,252 @@
+//! Settings: flags over environment over `emergent.toml` over defaults. Unknown keys are refused.
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use emergent_wire::workspace::{DEFAULT_IMAGE, DeploymentMode, ResourceLimits};
+use emergent_wire::{ByteSize, CpuCount};
+use figment::Figment;
+use figment::providers::{Env, Format, Serialized, Toml};
+use secrecy::SecretString;
+use serde::{Deserialize, Serialize};
+
+/// Everything that can be set.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// Where the server listens. Port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Where the server keeps its files.
+    pub data_dir: PathBuf,
+    /// `postgres://…` to use PostgreSQL instead of SQLite in the data directory.
+    #[serde(skip_serializing)]
+    pub database_url: Option<SecretString>,
+    /// 64 hexadecimal digits that secrets are sealed with; a file in the data directory unless given.
+    #[serde(skip_serializing)]
+    pub encryption_key: Option<SecretString>,
+    /// Certificate and key for TLS.
+    pub tls: TlsSettings,
+    /// How logs are written.
+    pub log: LogSettings,
+    /// Workspaces.
+    pub workspaces: WorkspaceSettings,
+    /// Providers.
+    pub providers: ProviderSettings,
+}
+
+/// TLS by certificate files; both or neither.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsSettings {
+    /// PEM file with the certificate chain.
+    pub certificate: Option<PathBuf>,
+    /// PEM file with the private key.
+    pub key: Option<PathBuf>,
+}
+
+/// How logs are written.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LogSettings {
+    /// What is logged, such as `info` or `info,emergent_providers=debug`.
+    pub filter: String,
+    /// `text` or `json`.
+    pub format: LogFormat,
+}
+
+/// How a log line looks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogFormat {
+    /// For people.
+    #[default]
+    Text,
+    /// For machines.
+    Json,
+}
+
+/// Defaults and limits of workspaces.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WorkspaceSettings {
+    /// Whether there are workspace endpoints at all (`ENABLE_AGENT_WORKSPACES`).
+    pub enabled: bool,
+    /// CPUs of a workspace that asks for none (`WORKSPACE_DEFAULT_CPU`).
+    pub default_cpu: CpuCount,
+    /// Memory of a workspace that asks for none (`WORKSPACE_DEFAULT_MEMORY`).
+    pub default_memory: ByteSize,
+    /// Disk of a workspace that asks for none (`WORKSPACE_DEFAULT_DISK`).
+    pub default_disk: ByteSize,
+    /// The image of a workspace that asks for none.
+    pub default_image: String,
+    /// How long a workspace lives after its last use.
+    pub default_ttl_seconds: u64,
+    /// Live agent workspaces at most.
+    pub max_concurrent: u32,
+    /// File tools stay inside `/workspace` and `/tmp`.
+    pub confine_file_tools: bool,
+    /// Who runs the machines when a request does not say.
+    pub deployment_mode: DeploymentMode,
+}
+
+/// Which providers may be used.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ProviderSettings {
+    /// gVisor containers.
+    pub gvisor: bool,
+    /// Plain containers: weaker isolation, off unless allowed.
+    pub allow_docker: bool,
+    /// Where the Docker engine listens; `DOCKER_HOST` or the usual socket unless given.
+    pub docker_host: Option<String>,
+    /// Name servers for workspaces; the host's unless given.
+    pub nameservers: Vec<IpAddr>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 7171)),
+            data_dir: default_data_dir(),
+            database_url: None,
+            encryption_key: None,
+            tls: TlsSettings::default(),
+            log: LogSettings::default(),
+            workspaces: WorkspaceSettings::default(),
+            providers: ProviderSettings::default(),
+        }
+    }
+}
+
+impl Default for LogSettings {
+    fn default() -> Self {
+        Self { filter: "info".to_owned(), format: LogFormat::Text }
+    }
+}
+
+impl Default for WorkspaceSettings {
+    fn default() -> Self {
+        let limits = ResourceLimits::default();
+        Self {
+            enabled: true,
+            default_cpu: limits.cpu,
+            default_memory: limits.memory,
+            default_disk: limits.disk,
+            default_image: DEFAULT_IMAGE.to_owned(),
+            default_ttl_seconds: 30 * 24 * 3600,
+            max_concurrent: 10,
+            confine_file_tools: false,
+            deployment_mode: DeploymentMode::SelfHosted,
+        }
+    }
+}
+
+impl Default for ProviderSettings {
+    fn default() -> Self {
+        Self { gvisor: true, allow_docker: false, docker_host: None, nameservers: Vec::new() }
+    }
+}
+
+impl WorkspaceSettings {
+    /// The limits of a workspace that asks for none.
+    pub fn default_limits(&self) -> ResourceLimits {
+        ResourceLimits { cpu: self.default_cpu, memory: self.default_memory, disk: self.default_disk }
+    }
+}
+
+/// What the command line sets; what is none is left to the environment and the file.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Overrides {
+    /// `--listen`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub listen: Option<SocketAddr>,
+    /// `--data-dir`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub data_dir: Option<PathBuf>,
+    /// `--allow-docker`.
+    #[serde(skip)]
+    pub allow_docker: bool,
+}
+
+/// Settings that can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// A file that was named is not there.
+    #[error("the configuration file {} does not exist", .0.display())]
+    NoFile(PathBuf),
+    /// A key or value that is not known or not valid.
+    #[error("the configuration is not valid: {0}")]
+    Invalid(Box<figment::Error>),
+    /// Values that do not go together.
+    #[error("the configuration is not valid: {0}")]
+    Contradiction(String),
+}
+
+/// Names of environment variables, and the keys they set.
+const VARIABLES: [(&str, &str); 13] = [
+    ("EMERGENT_LISTEN", "listen"),
+    ("EMERGENT_DATA_DIR", "data_dir"),
+    ("DATABASE_URL", "database_url"),
+    ("EMERGENT_ENCRYPTION_KEY", "encryption_key"),
+    ("EMERGENT_LOG", "log.filter"),
+    ("EMERGENT_LOG_FORMAT", "log.format"),
+    ("ENABLE_AGENT_WORKSPACES", "workspaces.enabled"),
+    ("WORKSPACE_DEFAULT_CPU", "workspaces.default_cpu"),
+    ("WORKSPACE_DEFAULT_MEMORY", "workspaces.default_memory"),
+    ("WORKSPACE_DEFAULT_DISK", "workspaces.default_disk"),
+    ("WORKSPACE_MAX_CONCURRENT", "workspaces.max_concurrent"),
+    ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
+    ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),
+];
+
+impl Settings {
+    /// Reads `file` (or `emergent.toml` in the working directory, when there is one), the environment and the flags.
+    pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Self, ConfigError> {
+        let mut figment = Figment::from(Serialized::defaults(Settings::default()));
+        match file {
+            Some(path) if !path.exists() => return Err(ConfigError::NoFile(path.to_owned())),
+            Some(path) => figment = figment.merge(Toml::file_exact(path)),
+            None => figment = figment.merge(Toml::file_exact("emergent.toml")),
+        }
+        for (variable, key) in VARIABLES {
+            figment = figment.merge(Env::raw().only(&[variable]).map(move |_| key.into()).split("."));
+        }
+        figment = figment.merge(Env::raw().only(&["EMERGENT_TLS_KEY"]).map(|_| "tls.key".into()).split("."));
+        figment = figment.merge(Serialized::defaults(overrides));
+        let mut settings: Settings = figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
+        settings.providers.allow_docker |= overrides.allow_docker;
+        settings.check()?;
+        Ok(settings)
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        let refuse = |message: &str| Err(ConfigError::Contradiction(message.to_owned()));
+        if self.tls.certificate.is_some() != self.tls.key.is_some() {
+            return refuse("TLS needs both tls.certificate and tls.key");
+        }
+        if self.workspaces.max_concurrent == 0 {
+            return refuse("workspaces.max_concurrent must be at least 1");
+        }
+        self.workspaces
+            .default_limits()
+            .validate()
+            .map_err(|error| ConfigError::Contradiction(format!("workspaces: {}", error.message)))
+    }
+
+    /// Whether only this host can reach the server.
+    pub fn is_local(&self) -> bool {
+        self.listen.ip().is_loopback()
+    }
+}
+
+/// `$XDG_DATA_HOME/emergent`, `~/.local/share/emergent`, or `/var/lib/emergent` for root.
+pub fn default_data_dir() -> PathBuf {
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    if let Some(data) = absolute("XDG_DATA_HOME") {
+        return data.join("emergent");
+    }
+    match absolute("HOME") {
+        Some(home) if home != Path::new("/root") => home.join(".local/share/emergent"),
+        _ => PathBuf::from("/var/lib/emergent"),
+    }
+}

@@ -1,0 +1,89 @@
+//! What handlers take from a request, with our own errors.
+
+use std::str::FromStr;
+use std::time::Duration;
+
+use axum::body::Bytes;
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::request::Parts;
+use emergent_wire::ErrorCode;
+use serde::de::DeserializeOwned;
+
+use super::error::ApiError;
+
+/// How long a body may take to arrive.
+const BODY_TIME: Duration = Duration::from_secs(60);
+
+/// A JSON body. The content type is not looked at: access is by bearer token, so no page can send one unasked.
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let bytes = match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await {
+            Ok(Ok(bytes)) => bytes,
+            Ok(Err(rejection)) if rejection.status() == 413 => {
+                return Err(ApiError::new(ErrorCode::TooLarge, "the body is larger than this address takes"));
+            }
+            Ok(Err(rejection)) => return Err(ApiError::new(ErrorCode::BadRequest, rejection.body_text())),
+            Err(_) => return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s")),
+        };
+        // An empty body means no fields: everything that has a default takes it.
+        let bytes: &[u8] = if bytes.is_empty() { b"{}" } else { &bytes };
+        let value = serde_json::from_slice(bytes)
+            .map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("the body can't be read: {error}")))?;
+        Ok(Self(value))
+    }
+}
+
+/// The parameters after `?`.
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Query::<T>::from_request_parts(parts, state).await {
+            Ok(Query(params)) => Ok(Self(params)),
+            Err(rejection) => Err(ApiError::new(ErrorCode::BadRequest, rejection.body_text())),
+        }
+    }
+}
+
+/// An id in the path; one that is none names nothing.
+pub(crate) struct Id<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let text = Path::<Vec<(String, String)>>::from_request_parts(parts, state)
+            .await
+            .ok()
+            .and_then(|Path(pairs)| pairs.into_iter().next_back().map(|(_, value)| value))
+            .unwrap_or_default();
+        parse(&text).map(Self)
+    }
+}
+
+/// Two ids in the path.
+pub(crate) struct Ids<A, B>(pub(crate) A, pub(crate) B);
+
+impl<S: Send + Sync, A: FromStr, B: FromStr> FromRequestParts<S> for Ids<A, B> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        let Ok(Path((first, second))) = Path::<(String, String)>::from_request_parts(parts, state).await else {
+            return Err(ApiError::new(ErrorCode::NotFound, "there is nothing at this address"));
+        };
+        Ok(Self(parse(&first)?, parse(&second)?))
+    }
+}
+
+fn parse<T: FromStr>(text: &str) -> Result<T, ApiError> {
+    text.parse().map_err(|_| {
+        let shown: String = text.chars().take(64).collect();
+        ApiError::new(ErrorCode::NotFound, format!("'{shown}' is not an id that exists here"))
+    })
+}

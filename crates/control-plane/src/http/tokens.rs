@@ -1,0 +1,55 @@
+//! Access tokens.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use chrono::Utc;
+use emergent_wire::access::{CreateToken, CreatedToken, TokenList};
+use emergent_wire::error::ErrorBody;
+use emergent_wire::{ErrorCode, TokenId};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::{Body, Id};
+use crate::workspace::error_of;
+
+/// The longest life a token can be given: ten years.
+const MAX_TTL_SECONDS: u64 = 10 * 365 * 24 * 3600;
+
+/// Make a token. Its secret is shown this once.
+#[utoipa::path(post, path = "/api/v1/tokens", tag = "access", request_body = CreateToken,
+    responses((status = 201, body = CreatedToken), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn create(
+    State(app): State<App>,
+    Body(request): Body<CreateToken>,
+) -> Result<(StatusCode, Json<CreatedToken>), ApiError> {
+    let name = request.name.trim();
+    if name.is_empty() || name.len() > 100 || name.chars().any(char::is_control) {
+        return Err(ApiError::new(ErrorCode::BadRequest, "name must have 1 to 100 characters, and no control characters"));
+    }
+    if request.ttl_seconds.is_some_and(|ttl| !(1..=MAX_TTL_SECONDS).contains(&ttl)) {
+        return Err(ApiError::new(ErrorCode::BadRequest, format!("ttl_seconds must be from 1 to {MAX_TTL_SECONDS}")));
+    }
+    let store = &app.workspaces.store;
+    if let Some(id) = request.workspace_id {
+        store.workspace(id).await.map_err(error_of)?;
+    }
+    let created = store.create_token(&request, Utc::now()).await.map_err(error_of)?;
+    Ok((StatusCode::CREATED, Json(created)))
+}
+
+/// List the tokens that are not revoked, without their secrets.
+#[utoipa::path(get, path = "/api/v1/tokens", tag = "access",
+    responses((status = 200, body = TokenList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn list(State(app): State<App>) -> Result<Json<TokenList>, ApiError> {
+    let tokens = app.workspaces.store.tokens().await.map_err(error_of)?;
+    Ok(Json(TokenList { tokens }))
+}
+
+/// Revoke a token.
+#[utoipa::path(delete, path = "/api/v1/tokens/{id}", tag = "access", params(("id" = TokenId, Path)),
+    responses((status = 204), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn revoke(State(app): State<App>, Id(id): Id<TokenId>) -> Result<StatusCode, ApiError> {
+    app.workspaces.store.revoke_token(id, Utc::now()).await.map_err(error_of)?;
+    Ok(StatusCode::NO_CONTENT)
+}

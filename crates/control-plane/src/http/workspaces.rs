@@ -1,0 +1,167 @@
+//! Workspaces: create, list, get, stop, resume, destroy; and the providers they run on.
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use emergent_store::WorkspaceFilter;
+use emergent_wire::error::ErrorBody;
+use emergent_wire::id::SessionId;
+use emergent_wire::workspace::{
+    ContainerType, CreateWorkspace, ProviderInfo, ProviderName, Workspace, WorkspaceList, WorkspaceStatus,
+};
+use emergent_wire::{ErrorCode, WorkspaceId};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::{Body, Id, Params};
+use crate::workspace::error_of;
+
+/// Workspaces on one page when the caller does not say.
+const DEFAULT_PAGE: u32 = 100;
+
+/// The switch that turns workspaces off.
+pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
+    if !app.workspaces.settings.workspaces.enabled && request.uri().path().starts_with("/api/v1/agent/workspaces") {
+        let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
+        return ApiError::new(ErrorCode::NotFound, message).into_response();
+    }
+    next.run(request).await
+}
+
+/// Create a workspace.
+///
+/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces", tag = "workspaces", request_body = CreateWorkspace,
+    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once")),
+    responses((status = 201, body = Workspace), (status = 202, body = Workspace),
+        (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn create(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Body(request): Body<CreateWorkspace>,
+) -> Result<(StatusCode, Json<Workspace>), ApiError> {
+    let prefers = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
+    let at_once = prefers.flat_map(|value| value.split(',')).any(|value| value.trim() == "respond-async");
+    let creation = app.workspaces.begin_create(request, !at_once).await?;
+    let begun = creation.workspace.clone();
+    // In a task of its own: a client that goes away must not leave a half-made workspace.
+    let workspaces = app.workspaces.clone();
+    let work = tokio::spawn(async move { workspaces.finish_create(creation).await });
+    if at_once {
+        return Ok((StatusCode::ACCEPTED, Json(begun)));
+    }
+    let workspace = work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the workspace failed"))??;
+    Ok((StatusCode::CREATED, Json(workspace)))
+}
+
+/// Which workspaces to list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListParams {
+    /// Of this kind.
+    container_type: Option<ContainerType>,
+    /// On this provider.
+    provider: Option<ProviderName>,
+    /// In this status.
+    status: Option<WorkspaceStatus>,
+    /// Of this session.
+    agent_session_id: Option<SessionId>,
+    /// Where the last page ended.
+    cursor: Option<String>,
+    /// How many at most: 1 to 500, 100 unless given.
+    limit: Option<u32>,
+}
+
+/// List workspaces, newest first.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces", tag = "workspaces", params(ListParams),
+    responses((status = 200, body = WorkspaceList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn list(
+    State(app): State<App>,
+    Params(params): Params<ListParams>,
+) -> Result<Json<WorkspaceList>, ApiError> {
+    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
+    if !(1..=500).contains(&limit) {
+        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
+    }
+    let filter = WorkspaceFilter {
+        container_type: params.container_type,
+        provider: params.provider,
+        status: params.status,
+        agent_session_id: params.agent_session_id,
+    };
+    let page = app.workspaces.store.workspaces(filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
+    Ok(Json(page))
+}
+
+/// Get one workspace.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)),
+    responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn get(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+    Ok(Json(app.workspaces.get(id).await?))
+}
+
+/// A workspace is gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Destroyed {
+    /// Its id.
+    id: WorkspaceId,
+    /// Always true: a failure is an error.
+    destroyed: bool,
+}
+
+/// Destroy a workspace and all its files.
+#[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)),
+    responses((status = 200, body = Destroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn destroy(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Destroyed>, ApiError> {
+    let workspaces = app.workspaces.clone();
+    finish(tokio::spawn(async move { workspaces.destroy(id).await })).await?;
+    Ok(Json(Destroyed { id, destroyed: true }))
+}
+
+/// Stop a workspace; its files are kept.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/stop", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)),
+    responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn stop(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+    let workspaces = app.workspaces.clone();
+    finish(tokio::spawn(async move { workspaces.stop(id).await })).await.map(Json)
+}
+
+/// Resume a stopped workspace.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/resume", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)),
+    responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn resume(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+    let workspaces = app.workspaces.clone();
+    finish(tokio::spawn(async move { workspaces.resume(id).await })).await.map(Json)
+}
+
+/// Waits for a change that goes on whoever waits.
+async fn finish<T>(
+    work: tokio::task::JoinHandle<Result<T, emergent_wire::ErrorDetail>>,
+) -> Result<T, ApiError> {
+    let result = work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
+    Ok(result?)
+}
+
+/// The providers of this server.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct ProviderList {
+    /// Each provider there is, also those that are turned off.
+    providers: Vec<ProviderInfo>,
+}
+
+/// List the sandbox providers and how they are doing.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces/providers", tag = "workspaces",
+    responses((status = 200, body = ProviderList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn providers(State(app): State<App>) -> Result<Json<ProviderList>, ApiError> {
+    let active = app.workspaces.store.active_counts().await.map_err(error_of)?;
+    Ok(Json(ProviderList { providers: app.workspaces.provider_infos(&active) }))
+}

@@ -1,0 +1,318 @@
+//! Starting and stopping: the store, the providers, the background work, the listener.
+//!
+//! The server listens before it looks after what a crash left, so that a long recovery never looks like a server that
+//! is down; `/health/ready` tells when the first pass has ended.
+
+use std::future::Future;
+use std::io::Write;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::pin::pin;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use axum::Router;
+use chrono::Utc;
+use emergent_providers::{ContainerOptions, ContainerProvider, ProviderError, Runtime, SharedProvider};
+use emergent_store::{SealError, SealingKey, Store, StoreConfig, StoreError};
+use emergent_wire::access::CreateToken;
+use emergent_wire::id::InstallationId;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto::Builder;
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use secrecy::ExposeSecret;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+
+use crate::audit::Audit;
+use crate::config::Settings;
+use crate::http::{self, App};
+use crate::tls;
+use crate::workspace::{Workspaces, recovery};
+
+/// How long a client may take to send a request's head.
+const HEAD_TIME: Duration = Duration::from_secs(15);
+/// Connections at once; more wait to be accepted.
+const MAX_CONNECTIONS: usize = 2048;
+/// How long requests have to end when the server is stopped.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
+/// The first admin token's name.
+const FIRST_TOKEN: &str = "first-start";
+
+/// Why the server can't run.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The data directory can't be used.
+    #[error("the data directory {} can't be used: {source}", path.display())]
+    DataDir {
+        /// Where it is.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The address can't be listened on.
+    #[error("can't listen on {address}: {source}; choose another with --listen")]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The database can't be used.
+    #[error("the database can't be used: {}", chain(.0))]
+    Store(#[from] StoreError),
+    /// The key that secrets are sealed with can't be used.
+    #[error("the encryption key can't be used: {}", chain(.0))]
+    Key(#[from] SealError),
+    /// A provider can't be set up.
+    #[error("a provider can't be set up: {0}")]
+    Provider(#[from] ProviderError),
+    /// Certificate or key can't be used.
+    #[error("TLS can't be used: {0}")]
+    Tls(String),
+}
+
+/// An error with its causes.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+/// A server that runs.
+#[derive(Clone, Debug)]
+pub struct Running {
+    /// Where it listens, such as `http://127.0.0.1:7171`.
+    pub url: String,
+    /// Where its files are, the first admin token among them.
+    pub data_dir: PathBuf,
+    /// Whether the admin token was made just now.
+    pub first_start: bool,
+}
+
+/// Runs the server until `shutdown` is ready.
+pub async fn serve(
+    settings: Settings,
+    shutdown: impl Future<Output = ()> + Send,
+    on_ready: impl FnOnce(&Running) + Send,
+) -> Result<(), ServeError> {
+    let data_dir = prepare_data_dir(&settings.data_dir)?;
+    let tls = tls::acceptor(&settings.tls).map_err(ServeError::Tls)?;
+    let store = open_store(&settings, &data_dir).await?;
+    let key = match &settings.encryption_key {
+        Some(key) => SealingKey::from_hex(key.expose_secret())?,
+        None => SealingKey::load_or_create(&data_dir.join("encryption-key"))?,
+    };
+    store.check_key(&key).await?;
+    let installation = store.installation_id().await?;
+    let first_start = ensure_admin_token(&store, &data_dir).await?;
+    let providers = providers(&settings, &data_dir, installation)?;
+    let audit = Audit::start(store.clone());
+    let workspaces = Workspaces::new(store.clone(), key, settings.clone(), providers);
+    let app = App::new(Arc::clone(&workspaces), audit.clone(), metrics_handle());
+
+    let listener = TcpListener::bind(settings.listen)
+        .await
+        .map_err(|source| ServeError::Listen { address: settings.listen, source })?;
+    let address = listener.local_addr().map_err(|source| ServeError::Listen { address: settings.listen, source })?;
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let running = Running { url: format!("{scheme}://{address}"), data_dir: data_dir.clone(), first_start };
+    write_private(&data_dir.join("server-url"), &running.url)
+        .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
+    if !settings.is_local() && tls.is_none() {
+        tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens travel in the clear");
+    }
+    workspaces.check_health().await;
+    let mut background = JoinSet::new();
+    background.spawn(watch_health(Arc::clone(&workspaces)));
+    background.spawn(watch_recovery(Arc::clone(&workspaces), app.clone()));
+    on_ready(&running);
+
+    accept(listener, tls, http::router(&app), shutdown).await;
+    background.shutdown().await;
+    audit.flush().await;
+    for provider in workspaces.providers() {
+        if let Err(error) = provider.retire().await {
+            tracing::warn!(provider = %provider.name(), %error, "networks and rules could not be removed");
+        }
+    }
+    let _ = std::fs::remove_file(data_dir.join("server-url"));
+    store.close().await;
+    Ok(())
+}
+
+fn prepare_data_dir(path: &Path) -> Result<PathBuf, ServeError> {
+    let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
+    path.canonicalize().map_err(failed)
+}
+
+async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, StoreError> {
+    let config = match &settings.database_url {
+        Some(url) => StoreConfig::postgres(url.expose_secret()),
+        None => StoreConfig::Sqlite(data_dir.join("emergent.db")),
+    };
+    Store::open(config).await
+}
+
+/// Makes the first admin token and keeps it where the command line finds it. True when it was made now.
+async fn ensure_admin_token(store: &Store, data_dir: &Path) -> Result<bool, ServeError> {
+    let path = data_dir.join("admin-token");
+    if let Ok(secret) = std::fs::read_to_string(&path)
+        && store.verify_token(secret.trim(), Utc::now()).await.is_ok()
+    {
+        return Ok(false);
+    }
+    let has_tokens = !store.tokens().await?.is_empty();
+    if has_tokens && store.setting("first_token_made").await?.is_some() && !path.exists() {
+        // Removed on purpose: others have tokens, and none is made behind their backs.
+        return Ok(false);
+    }
+    for old in store.tokens().await?.into_iter().filter(|token| token.name == FIRST_TOKEN) {
+        store.revoke_token(old.id, Utc::now()).await?;
+    }
+    let request = CreateToken { name: FIRST_TOKEN.to_owned(), workspace_id: None, ttl_seconds: None };
+    let created = store.create_token(&request, Utc::now()).await?;
+    write_private(&path, &created.secret)
+        .map_err(|source| ServeError::DataDir { path: data_dir.to_owned(), source })?;
+    store.put_setting("first_token_made", "yes").await?;
+    Ok(true)
+}
+
+/// Writes a file that only its owner can read, as a whole or not at all.
+fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
+    let temporary = path.with_extension(format!("new-{}", std::process::id()));
+    let mut file =
+        std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    std::fs::rename(temporary, path)
+}
+
+/// The providers that the settings turn on.
+fn providers(
+    settings: &Settings,
+    data_dir: &Path,
+    installation: InstallationId,
+) -> Result<Vec<SharedProvider>, ServeError> {
+    let options = ContainerOptions {
+        installation,
+        data_dir: data_dir.to_owned(),
+        docker_host: settings.providers.docker_host.clone(),
+        nameservers: settings.providers.nameservers.clone(),
+    };
+    let mut providers: Vec<SharedProvider> = Vec::new();
+    if settings.providers.gvisor {
+        providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &options)?));
+    }
+    if settings.providers.allow_docker {
+        tracing::warn!("plain Docker is allowed: workspaces on it share the host's kernel");
+        providers.push(Arc::new(ContainerProvider::new(Runtime::Plain, &options)?));
+    }
+    Ok(providers)
+}
+
+async fn watch_health(workspaces: Arc<Workspaces>) {
+    let mut ticks = tokio::time::interval(crate::workspace::HEALTH_EVERY);
+    ticks.tick().await;
+    loop {
+        ticks.tick().await;
+        workspaces.check_health().await;
+    }
+}
+
+async fn watch_recovery(workspaces: Arc<Workspaces>, app: App) {
+    let mut ticks = tokio::time::interval(recovery::RUN_EVERY);
+    loop {
+        ticks.tick().await;
+        workspaces.recover().await;
+        app.ready.store(true, Ordering::Relaxed);
+    }
+}
+
+/// One recorder for the process.
+fn metrics_handle() -> PrometheusHandle {
+    static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
+    HANDLE
+        .get_or_init(|| {
+            let builder = PrometheusBuilder::new();
+            builder.install_recorder().unwrap_or_else(|_| PrometheusBuilder::new().build_recorder().handle())
+        })
+        .clone()
+}
+
+/// Accepts connections until `shutdown`, then lets the requests in progress end.
+async fn accept(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router, shutdown: impl Future<Output = ()>) {
+    let graceful = GracefulShutdown::new();
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut shutdown = pin!(shutdown);
+    let mut connections = JoinSet::new();
+    loop {
+        let place = tokio::select! {
+            () = &mut shutdown => break,
+            place = Arc::clone(&places).acquire_owned() => place,
+        };
+        let stream = tokio::select! {
+            () = &mut shutdown => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            },
+        };
+        while connections.try_join_next().is_some() {}
+        let (tls, router, watcher) = (tls.clone(), router.clone(), graceful.watcher());
+        connections.spawn(async move {
+            let _place = place;
+            serve_connection(stream, tls, router, watcher).await;
+        });
+    }
+    drop(listener);
+    tokio::select! {
+        () = graceful.shutdown() => {}
+        () = tokio::time::sleep(SHUTDOWN_GRACE) => tracing::warn!("requests did not end in time and are cut off"),
+    }
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    tls: Option<TlsAcceptor>,
+    router: Router,
+    watcher: hyper_util::server::graceful::Watcher,
+) {
+    let _ = stream.set_nodelay(true);
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(64 * 1024);
+    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(128).max_header_list_size(32 * 1024);
+    let service = TowerToHyperService::new(router);
+    let ended = match tls {
+        None => {
+            let connection = builder.serve_connection(TokioIo::new(stream), service);
+            watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())
+        }
+        Some(tls) => match tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await {
+            Ok(Ok(stream)) => {
+                let connection = builder.serve_connection(TokioIo::new(stream), service);
+                watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())
+            }
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(_) => Err("the TLS handshake took too long".to_owned()),
+        },
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error, "a connection ended early");
+    }
+}

@@ -1,0 +1,148 @@
+//! How the providers are doing, checked in the background and remembered.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use emergent_providers::{Health, SharedProvider};
+use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus};
+
+use super::Workspaces;
+use super::placement::Known;
+
+/// How often every provider is checked.
+pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(30);
+/// A check that takes longer is a failed one.
+const CHECK_WITHIN: Duration = Duration::from_secs(20);
+
+/// The last check of each provider.
+#[derive(Default)]
+pub(crate) struct HealthBoard {
+    checks: Mutex<HashMap<ProviderName, (Health, DateTime<Utc>)>>,
+}
+
+impl HealthBoard {
+    fn last(&self, name: ProviderName) -> Option<(Health, DateTime<Utc>)> {
+        self.checks.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned()
+    }
+
+    /// Writes down a check, and a change in the log.
+    fn note(&self, name: ProviderName, health: Health) {
+        let problem = health.problem.clone();
+        let before = {
+            let mut checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
+            checks.insert(name, (health, Utc::now()))
+        };
+        let was_healthy = before.map(|(health, _)| health.problem.is_none());
+        if was_healthy != Some(problem.is_none()) {
+            match &problem {
+                None => tracing::info!(provider = %name, "the provider is healthy"),
+                Some(problem) => tracing::warn!(provider = %name, problem, "the provider is unhealthy"),
+            }
+            let state = if problem.is_none() { "healthy" } else { "unhealthy" };
+            metrics::counter!("emergent_provider_state_changes_total", "provider" => name.as_str(), "state" => state)
+                .increment(1);
+        }
+        metrics::gauge!("emergent_provider_healthy", "provider" => name.as_str())
+            .set(if problem.is_none() { 1.0 } else { 0.0 });
+    }
+}
+
+async fn check(provider: &SharedProvider) -> Health {
+    tokio::time::timeout(CHECK_WITHIN, provider.health()).await.unwrap_or_else(|_| Health {
+        problem: Some(format!("its check did not end within {} s", CHECK_WITHIN.as_secs())),
+        note: None,
+        available: None,
+    })
+}
+
+impl Workspaces {
+    /// Checks all providers at once.
+    pub(crate) async fn check_health(&self) {
+        let checks = self.providers().iter().map(|provider| async {
+            self.health.note(provider.name(), check(provider).await);
+        });
+        futures_util::future::join_all(checks).await;
+    }
+
+    /// A provider has just failed: it is looked at again at once.
+    pub(super) async fn recheck(&self, provider: &SharedProvider) {
+        self.health.note(provider.name(), check(provider).await);
+    }
+
+    /// What placement knows.
+    pub(super) fn known_providers(&self) -> Vec<Known> {
+        let known = |provider: &SharedProvider| {
+            let problem = match self.health.last(provider.name()) {
+                Some((health, _)) => health.problem,
+                None => Some("not checked yet; retry in a moment".to_owned()),
+            };
+            Known { name: provider.name(), isolation: provider.capabilities().isolation, problem }
+        };
+        self.providers().iter().map(known).collect()
+    }
+
+    /// What `GET /providers` shows.
+    pub(crate) fn provider_infos(&self, active: &std::collections::BTreeMap<ProviderName, u64>) -> Vec<ProviderInfo> {
+        ProviderName::ALL
+            .iter()
+            .map(|name| {
+                let active_workspaces = active.get(name).copied().unwrap_or(0);
+                match self.providers().iter().find(|provider| provider.name() == *name) {
+                    Some(provider) => self.enabled_info(provider, active_workspaces),
+                    None => disabled_info(*name, active_workspaces),
+                }
+            })
+            .collect()
+    }
+
+    fn enabled_info(&self, provider: &SharedProvider, active_workspaces: u64) -> ProviderInfo {
+        let last = self.health.last(provider.name());
+        let (status, message) = match &last {
+            None => (ProviderStatus::Unhealthy, Some("not checked yet".to_owned())),
+            Some((health, _)) => match &health.problem {
+                Some(problem) => (ProviderStatus::Unhealthy, Some(problem.clone())),
+                None => (ProviderStatus::Healthy, health.note.clone()),
+            },
+        };
+        ProviderInfo {
+            name: provider.name(),
+            status,
+            message,
+            last_check: last.as_ref().map(|(_, at)| *at),
+            active_workspaces,
+            available_resources: last.and_then(|(health, _)| health.available),
+            capabilities: provider.capabilities(),
+        }
+    }
+}
+
+/// A provider that this server does not have, and why.
+fn disabled_info(name: ProviderName, active_workspaces: u64) -> ProviderInfo {
+    let (isolation, requires, message) = match name {
+        ProviderName::Firecracker => (IsolationLevel::Microvm, "kvm", "not installed on this server"),
+        ProviderName::E2b => (IsolationLevel::Microvm, "E2B_API_KEY", "E2B API key not configured"),
+        ProviderName::Gvisor => (IsolationLevel::ApplicationKernel, "docker", "turned off: providers.gvisor is false"),
+        ProviderName::Docker => {
+            (IsolationLevel::Container, "docker", "not allowed: set providers.allow_docker to use plain containers")
+        }
+    };
+    ProviderInfo {
+        name,
+        status: ProviderStatus::Disabled,
+        message: Some(message.to_owned()),
+        last_check: None,
+        active_workspaces,
+        available_resources: None,
+        capabilities: Capabilities {
+            isolation,
+            persistence: true,
+            snapshots: false,
+            warm_pool: false,
+            requires: vec![requires.to_owned()],
+            disk_quota: DiskQuota::Enforced,
+            startup_latency_ms: None,
+        },
+    }
+}

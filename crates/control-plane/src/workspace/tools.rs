@@ -1,0 +1,340 @@
+//! Tool calls: from a request to the guest agent and back.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use base64::Engine as _;
+use bytes::Bytes;
+use chrono::Utc;
+use emergent_guest_client::{Call, Event};
+use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, UsageAnswer, WriteCall};
+use emergent_store::WorkspaceRecord;
+use emergent_wire::git::{GitAnswer, GitRequest};
+use emergent_wire::tools::{
+    BashAnswer, BashRequest, ContentEncoding, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer,
+    GrepRequest, MAX_FILE_BYTES, MAX_STREAM_BYTES, MAX_TIMEOUT_MS, OperationAnswer, ReadAnswer, ReadRequest,
+    TERMINATE_GRACE_MS, WriteAnswer, WriteRequest,
+};
+use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
+use serde::de::DeserializeOwned;
+
+use super::busy::Busy;
+use super::{Workspaces, error_of};
+
+/// For tools that only look at or change files.
+const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
+/// What a call may take beyond the command's own time: to be ended, and to be answered.
+const MARGIN: Duration = Duration::from_millis(TERMINATE_GRACE_MS + 15_000);
+/// What an answer may hold besides the two streams at their limit: the note between head and tail.
+const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
+
+/// A call to a workspace that counts as use of it.
+struct ToolCall {
+    call: Call,
+    record: WorkspaceRecord,
+    busy: Busy,
+}
+
+/// Output as it comes, for as long as the caller listens.
+pub(crate) struct OutputStream {
+    call: Call,
+    record: WorkspaceRecord,
+    workspaces: Arc<Workspaces>,
+    _busy: Busy,
+    deadline: Option<tokio::time::Instant>,
+}
+
+/// A file's bytes as they come.
+pub(crate) struct FileStream {
+    /// What comes next: the first piece has been read, so that an error is known before the answer starts.
+    first: Option<Bytes>,
+    call: Call,
+    _busy: Busy,
+    done: bool,
+}
+
+impl Workspaces {
+    /// Starts a call and notes the use.
+    async fn start(self: &Arc<Self>, id: WorkspaceId, message: &GuestCall) -> Result<ToolCall, ErrorDetail> {
+        let record = self.ready_record(id).await?;
+        let live = self.live(id);
+        let busy = Busy::begin(&live);
+        if live.should_touch() {
+            let store = self.store.clone();
+            tokio::spawn(async move {
+                if let Err(error) = store.touch(id, Utc::now()).await {
+                    tracing::debug!(workspace = %id, %error, "a use could not be noted");
+                }
+            });
+        }
+        let channel = self.channel(&record).await?;
+        let call = channel.start(message).await.map_err(ErrorDetail::from);
+        let call = match call {
+            // The channel broke unnoticed: the call was not sent, so it can be sent again.
+            Err(error) if error.code == ErrorCode::SandboxLost => {
+                let channel = self.channel(&record).await?;
+                channel.start(message).await.map_err(ErrorDetail::from)?
+            }
+            call => call?,
+        };
+        Ok(ToolCall { call, record, busy })
+    }
+
+    /// Waits for an answer, within a time.
+    async fn within<T>(
+        &self,
+        record: &WorkspaceRecord,
+        limit: Duration,
+        answer: impl Future<Output = Result<T, emergent_guest_client::CallError>>,
+    ) -> Result<T, ErrorDetail> {
+        match tokio::time::timeout(limit, answer).await {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(error)) => Err(self.explain_loss(record, error.into()).await),
+            Err(_) => Err(ErrorDetail::new(
+                ErrorCode::DeadlineExceeded,
+                format!("the sandbox did not answer within {} s; the call was cancelled", limit.as_secs()),
+            )),
+        }
+    }
+
+    /// A call whose answer is all there is.
+    async fn ask<T: DeserializeOwned>(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        message: &GuestCall,
+        limit: Duration,
+    ) -> Result<T, ErrorDetail> {
+        let ToolCall { call, record, busy: _busy } = self.start(id, message).await?;
+        self.within(&record, limit, call.answer()).await
+    }
+
+    /// Runs a command and waits for its end.
+    pub(crate) async fn bash(self: &Arc<Self>, id: WorkspaceId, request: BashRequest) -> Result<BashAnswer, ErrorDetail> {
+        request.validate()?;
+        let limit = time_of(&request);
+        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        let ToolCall { call, record, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
+        let (mut answer, stdout, stderr) = self.within(&record, limit, answer).await?;
+        answer.stdout = text(stdout);
+        answer.stderr = text(stderr);
+        if answer.oom_killed {
+            tracing::warn!(workspace = %id, operation = %answer.operation_id, "a command ran out of memory");
+            metrics::counter!("emergent_oom_kills_total").increment(1);
+        }
+        Ok(answer)
+    }
+
+    /// Runs a command and hands its output on as it comes.
+    pub(crate) async fn bash_stream(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: BashRequest,
+    ) -> Result<OutputStream, ErrorDetail> {
+        request.validate()?;
+        let deadline = Some(tokio::time::Instant::now() + time_of(&request));
+        let message = BashCall { operation_id: OperationId::generate(), request, stream: true };
+        self.output_stream(id, &GuestCall::Bash(message), deadline).await
+    }
+
+    async fn output_stream(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        message: &GuestCall,
+        deadline: Option<tokio::time::Instant>,
+    ) -> Result<OutputStream, ErrorDetail> {
+        let ToolCall { call, record, busy } = self.start(id, message).await?;
+        Ok(OutputStream { call, record, workspaces: Arc::clone(self), _busy: busy, deadline })
+    }
+
+    /// Starts a command in the background.
+    pub(crate) async fn bash_background(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: BashRequest,
+    ) -> Result<OperationAnswer, ErrorDetail> {
+        request.validate()?;
+        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        self.ask(id, &GuestCall::Bash(message), FILE_TOOL_TIME).await
+    }
+
+    /// How a command in the background stands, and its output from an offset on.
+    pub(crate) async fn operation(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        operation_id: OperationId,
+        offset: u64,
+    ) -> Result<OperationAnswer, ErrorDetail> {
+        let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
+        let ToolCall { call, record, busy: _busy } = self.start(id, &message).await?;
+        let answer = call.answer_with_output::<OperationAnswer>(OUTPUT_BYTES);
+        let (mut answer, stdout, stderr) = self.within(&record, FILE_TOOL_TIME, answer).await?;
+        answer.stdout = text(stdout);
+        answer.stderr = text(stderr);
+        Ok(answer)
+    }
+
+    /// Follows a command in the background until it ends.
+    pub(crate) async fn operation_stream(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        operation_id: OperationId,
+        offset: u64,
+    ) -> Result<OutputStream, ErrorDetail> {
+        let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: true });
+        self.output_stream(id, &message, None).await
+    }
+
+    /// Ends a command in the background.
+    pub(crate) async fn kill_operation(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        operation_id: OperationId,
+    ) -> Result<OperationAnswer, ErrorDetail> {
+        self.ask(id, &GuestCall::KillOperation(OperationCall { operation_id }), MARGIN * 2).await
+    }
+
+    /// Reads numbered lines or a directory.
+    pub(crate) async fn read(self: &Arc<Self>, id: WorkspaceId, request: ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
+        request.validate()?;
+        self.ask(id, &GuestCall::Read(request), FILE_TOOL_TIME).await
+    }
+
+    /// Opens a file for its exact bytes.
+    pub(crate) async fn read_raw(self: &Arc<Self>, id: WorkspaceId, request: ReadRequest) -> Result<FileStream, ErrorDetail> {
+        request.validate()?;
+        let ToolCall { mut call, record, busy } = self.start(id, &GuestCall::Read(request)).await?;
+        let (first, done) = match self.within(&record, FILE_TOOL_TIME, call.next()).await? {
+            Event::Stdout(bytes) | Event::Stderr(bytes) => (Some(bytes), false),
+            Event::Answer(_) => (None, true),
+        };
+        Ok(FileStream { first, call, _busy: busy, done })
+    }
+
+    /// Writes a file.
+    pub(crate) async fn write(self: &Arc<Self>, id: WorkspaceId, request: WriteRequest) -> Result<WriteAnswer, ErrorDetail> {
+        request.validate()?;
+        let content = decode(request.content, request.encoding)?;
+        let message = GuestCall::Write(WriteCall { file_path: request.file_path });
+        let ToolCall { call, record, busy: _busy } = self.start(id, &message).await?;
+        let written = async {
+            call.send_input(&content).await?;
+            call.end_input().await?;
+            call.answer().await
+        };
+        self.within(&record, FILE_TOOL_TIME, written).await
+    }
+
+    /// Edits a file.
+    pub(crate) async fn edit(self: &Arc<Self>, id: WorkspaceId, request: EditRequest) -> Result<EditAnswer, ErrorDetail> {
+        request.validate()?;
+        self.ask(id, &GuestCall::Edit(request), FILE_TOOL_TIME).await
+    }
+
+    /// Finds files by name.
+    pub(crate) async fn glob(self: &Arc<Self>, id: WorkspaceId, request: GlobRequest) -> Result<GlobAnswer, ErrorDetail> {
+        request.validate()?;
+        self.ask(id, &GuestCall::Glob(request), FILE_TOOL_TIME).await
+    }
+
+    /// Searches file contents.
+    pub(crate) async fn grep(self: &Arc<Self>, id: WorkspaceId, request: GrepRequest) -> Result<GrepAnswer, ErrorDetail> {
+        request.validate()?;
+        self.ask(id, &GuestCall::Grep(request), FILE_TOOL_TIME).await
+    }
+
+    /// Runs git.
+    pub(crate) async fn git(self: &Arc<Self>, id: WorkspaceId, request: GitRequest) -> Result<GitAnswer, ErrorDetail> {
+        request.validate()?;
+        let limit = Duration::from_millis(MAX_TIMEOUT_MS) + MARGIN;
+        self.ask(id, &GuestCall::Git(request), limit).await
+    }
+
+    /// What a workspace uses now; none when it does not run or does not answer.
+    pub(crate) async fn usage(&self, id: WorkspaceId) -> Option<UsageAnswer> {
+        let channel = self.live(id).channel()?;
+        let asked = async {
+            let call = channel.start(&GuestCall::Usage(())).await.ok()?;
+            call.answer().await.ok()
+        };
+        tokio::time::timeout(Duration::from_secs(2), asked).await.ok().flatten()
+    }
+
+    /// A workspace as callers see it.
+    pub(crate) async fn get(&self, id: WorkspaceId) -> Result<emergent_wire::workspace::Workspace, ErrorDetail> {
+        self.store.workspace(id).await.map_err(error_of)
+    }
+}
+
+fn time_of(request: &BashRequest) -> Duration {
+    Duration::from_millis(request.effective_timeout_ms().unwrap_or(MAX_TIMEOUT_MS)) + MARGIN
+}
+
+/// Output as text; what is not UTF-8 is shown with replacement characters.
+fn text(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
+}
+
+fn decode(content: String, encoding: ContentEncoding) -> Result<Vec<u8>, ErrorDetail> {
+    let bytes = match encoding {
+        ContentEncoding::Utf8 => content.into_bytes(),
+        ContentEncoding::Base64 => {
+            base64::engine::general_purpose::STANDARD.decode(content).map_err(|error| {
+                ErrorDetail::new(ErrorCode::BadRequest, format!("content is not base64: {error}"))
+            })?
+        }
+    };
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        let message = format!("content has {} bytes: at most {MAX_FILE_BYTES} can be written", bytes.len());
+        return Err(ErrorDetail::new(ErrorCode::TooLarge, message));
+    }
+    Ok(bytes)
+}
+
+impl OutputStream {
+    /// The next piece, or the answer.
+    pub(crate) async fn next(&mut self) -> Result<Event, ErrorDetail> {
+        let next = match self.deadline {
+            Some(deadline) => tokio::time::timeout_at(deadline, self.call.next()).await,
+            None => Ok(self.call.next().await),
+        };
+        match next {
+            Ok(Ok(event)) => Ok(event),
+            Ok(Err(error)) => Err(self.workspaces.explain_loss(&self.record, error.into()).await),
+            Err(_) => Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time")),
+        }
+    }
+}
+
+impl FileStream {
+    /// The next piece; none at the end of the file.
+    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, ErrorDetail> {
+        if let Some(first) = self.first.take() {
+            return Ok(Some(first));
+        }
+        if self.done {
+            return Ok(None);
+        }
+        match tokio::time::timeout(FILE_TOOL_TIME, self.call.next()).await {
+            Ok(Ok(Event::Stdout(bytes) | Event::Stderr(bytes))) => Ok(Some(bytes)),
+            Ok(Ok(Event::Answer(_))) => {
+                self.done = true;
+                Ok(None)
+            }
+            Ok(Err(error)) => Err(error.into()),
+            Err(_) => Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time")),
+        }
+    }
+
+    /// All of it.
+    pub(crate) async fn collect(mut self) -> Result<Vec<u8>, ErrorDetail> {
+        let mut all = Vec::new();
+        while let Some(bytes) = self.next().await? {
+            if (all.len() + bytes.len()) as u64 > MAX_FILE_BYTES {
+                return Err(ErrorDetail::new(ErrorCode::TooLarge, "the file is larger than 64 MiB"));
+            }
+            all.extend_from_slice(&bytes);
+        }
+        Ok(all)
+    }
+}

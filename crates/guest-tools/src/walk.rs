@@ -1,0 +1,93 @@
+//! How glob and grep walk a tree: as `rg --hidden` does.
+//!
+//! `.gitignore` (also where there is no repository), `.ignore` and `.rgignore` are followed, of the directories
+//! above the root too; the user's global ignore file is not, so that a workspace gives the same answer everywhere.
+//! Left out are `.git`, the guest agent's own directory, temporary files of write, and, when all of `/` is walked,
+//! the kernel's file systems. What is given as the root is searched whatever its name. Links are not followed.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::thread::available_parallelism;
+
+use emergent_wire::ErrorDetail;
+use ignore::{DirEntry, WalkBuilder};
+use rustix::fs::{FileType, fstat};
+use rustix::io::Errno;
+
+use crate::Context;
+use crate::error::{io_error, os_error};
+use crate::read::not_found;
+use crate::write::{TEMPORARY_PREFIX, TEMPORARY_SUFFIX};
+
+const MAX_THREADS: usize = 4;
+
+/// Where a search starts.
+#[derive(Debug)]
+pub(crate) struct Root {
+    /// The path that all paths of the answer begin with.
+    pub(crate) path: PathBuf,
+    /// What it is.
+    pub(crate) file_type: FileType,
+    /// The root, open.
+    pub(crate) file: File,
+}
+
+/// Opens the root of a search. A root that is missing or can't be read is a failure, never an empty answer.
+pub(crate) fn open_root(context: &Context, path: &Path) -> Result<Root, ErrorDetail> {
+    let request = context.absolute(path);
+    let location = context.locate(&request)?;
+    let file = location.open().map_err(|errno| match errno {
+        Errno::NOENT => not_found(&location),
+        other => os_error("search", &location.path, other),
+    })?;
+    let stat = fstat(&file).map_err(|errno| os_error("search", &location.path, errno))?;
+    let path = if context.confined_to.is_none() && request.has_parent_steps() {
+        location
+            .path
+            .canonicalize()
+            .map_err(|error| io_error("search", &location.path, &error))?
+    } else {
+        location.path
+    };
+    Ok(Root {
+        path,
+        file_type: FileType::from_raw_mode(stat.st_mode),
+        file,
+    })
+}
+
+/// A walk of a directory.
+pub(crate) fn builder(context: &Context, root: &Path) -> WalkBuilder {
+    let own_directory = context.workspace_dir.join(".emergent");
+    let is_whole_system = root == Path::new("/");
+    let mut builder = WalkBuilder::new(root);
+    builder
+        .current_dir(root)
+        .hidden(false)
+        .require_git(false)
+        .git_global(false)
+        .follow_links(false)
+        .threads(threads())
+        .add_custom_ignore_filename(".rgignore")
+        .filter_entry(move |entry| {
+            entry.depth() == 0 || !is_left_out(entry, &own_directory, is_whole_system)
+        });
+    builder
+}
+
+/// How many threads a search has.
+fn threads() -> usize {
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS)))
+}
+
+fn is_left_out(entry: &DirEntry, own_directory: &Path, is_whole_system: bool) -> bool {
+    let name = entry.file_name().as_encoded_bytes();
+    if name.starts_with(b".") {
+        let is_temporary =
+            name.starts_with(TEMPORARY_PREFIX.as_bytes()) && name.ends_with(TEMPORARY_SUFFIX.as_bytes());
+        return name == b".git" || is_temporary || (name == b".emergent" && entry.path() == own_directory);
+    }
+    is_whole_system && entry.depth() == 1 && matches!(name, b"proc" | b"sys" | b"dev")
+}

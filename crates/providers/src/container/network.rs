@@ -1,0 +1,183 @@
+//! The installation's own network: a bridge on which workspaces can't see each other, behind our firewall.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::Mutex;
+
+use bollard::models::NetworkCreateRequest;
+use emergent_wire::id::InstallationId;
+
+use super::LABEL_INSTALLATION;
+use super::engine::{ACT, Engine, EngineError, gone_is_fine, within};
+use super::firewall::Firewall;
+use crate::error::ProviderError;
+
+/// Asked when the host has no name server that a sandbox could reach.
+const PUBLIC_NAMESERVERS: [&str; 2] = ["1.1.1.1", "8.8.8.8"];
+
+/// The network of one installation.
+pub(crate) struct Network {
+    pub(crate) name: String,
+    installation: InstallationId,
+    firewall: Firewall,
+    /// Whether it is known to be in place.
+    ready: tokio::sync::Mutex<bool>,
+    problem: Mutex<Option<String>>,
+}
+
+impl Network {
+    pub(crate) fn new(installation: InstallationId, nameservers: Vec<IpAddr>) -> Self {
+        // The end of a version 7 id is its random part. An interface's name has at most 15 characters.
+        let text = installation.0.simple().to_string();
+        let short = &text[text.len() - 10..];
+        let bridge = format!("em-{short}");
+        Self {
+            name: format!("emergent-{short}"),
+            installation,
+            firewall: Firewall { bridge, nameservers },
+            ready: tokio::sync::Mutex::new(false),
+            problem: Mutex::new(None),
+        }
+    }
+
+    /// The name servers that sandboxes shall use.
+    pub(crate) fn nameservers(&self) -> Vec<String> {
+        self.firewall.nameservers.iter().map(ToString::to_string).collect()
+    }
+
+    /// Puts network and rules in place; does nothing when they are known to be.
+    pub(crate) async fn ensure(&self, engine: &Engine) -> Result<(), ProviderError> {
+        let mut ready = self.ready.lock().await;
+        if !*ready {
+            self.make(engine).await?;
+            *ready = true;
+        }
+        Ok(())
+    }
+
+    /// Puts network and rules in place again, whoever took them away.
+    pub(crate) async fn repair(&self, engine: &Engine) -> Result<(), ProviderError> {
+        let mut ready = self.ready.lock().await;
+        *ready = false;
+        self.make(engine).await?;
+        *ready = true;
+        Ok(())
+    }
+
+    async fn make(&self, engine: &Engine) -> Result<(), ProviderError> {
+        let made = self.create(engine).await.map_err(|error| ProviderError::failed("creating the network", error));
+        let made = match made {
+            Ok(()) => {
+                let firewall = self.firewall.clone();
+                let ensured = tokio::task::spawn_blocking(move || firewall.ensure()).await;
+                ensured.map_err(|error| error.to_string()).flatten().map_err(|reason| {
+                    ProviderError::Unavailable(format!(
+                        "workspaces with network access need firewall rules, which can't be set: {reason}. Run the \
+                         server as root with iptables installed, or create workspaces with network \"isolated\""
+                    ))
+                })
+            }
+            Err(error) => Err(error),
+        };
+        *self.problem.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
+            made.as_ref().err().map(ToString::to_string);
+        made
+    }
+
+    async fn create(&self, engine: &Engine) -> Result<(), EngineError> {
+        let options = HashMap::from([
+            ("com.docker.network.bridge.name".to_owned(), self.firewall.bridge.clone()),
+            ("com.docker.network.bridge.enable_icc".to_owned(), "false".to_owned()),
+            ("com.docker.network.driver.mtu".to_owned(), default_route_mtu().to_string()),
+        ]);
+        let request = NetworkCreateRequest {
+            name: self.name.clone(),
+            driver: Some("bridge".to_owned()),
+            options: Some(options),
+            labels: Some(HashMap::from([(LABEL_INSTALLATION.to_owned(), self.installation.to_string())])),
+            ..NetworkCreateRequest::default()
+        };
+        let docker = engine.docker().await?;
+        match within(ACT, docker.inspect_network(&self.name, None)).await {
+            Ok(_) => Ok(()),
+            Err(EngineError::NotFound(_)) => match within(ACT, docker.create_network(request)).await {
+                Ok(_) => Ok(()),
+                Err(EngineError::Conflict(_)) => Ok(()),
+                Err(error) => Err(error),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes network and rules away.
+    pub(crate) async fn remove(&self, engine: &Engine) -> Result<(), ProviderError> {
+        let mut ready = self.ready.lock().await;
+        *ready = false;
+        let docker = engine.docker().await.map_err(|error| ProviderError::failed("removing the network", error))?;
+        gone_is_fine(within(ACT, docker.remove_network(&self.name)).await)
+            .map_err(|error| ProviderError::failed("removing the network", error))?;
+        let firewall = self.firewall.clone();
+        tokio::task::spawn_blocking(move || firewall.remove())
+            .await
+            .map_err(|error| error.to_string())
+            .flatten()
+            .map_err(|reason| ProviderError::failed("removing the firewall rules", reason))
+    }
+
+    /// Why workspaces can't have a network, when they can't.
+    pub(crate) fn problem(&self) -> Option<String> {
+        self.problem.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+}
+
+/// The host's own name servers, without those that only the host can reach.
+pub(crate) fn host_nameservers() -> Vec<IpAddr> {
+    for path in ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"] {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        let found = parse_nameservers(&text);
+        if !found.is_empty() {
+            return found;
+        }
+    }
+    PUBLIC_NAMESERVERS.iter().filter_map(|server| server.parse().ok()).collect()
+}
+
+fn parse_nameservers(text: &str) -> Vec<IpAddr> {
+    text.lines()
+        .filter_map(|line| line.trim().strip_prefix("nameserver")?.trim().parse().ok())
+        .filter(|server: &IpAddr| !server.is_loopback() && server.is_ipv4())
+        .take(3)
+        .collect()
+}
+
+/// The largest packet that leaves this host: larger ones from a sandbox would vanish.
+fn default_route_mtu() -> u32 {
+    let find = || -> Option<u32> {
+        let routes = std::fs::read_to_string("/proc/net/route").ok()?;
+        let interface = routes.lines().skip(1).find_map(|line| {
+            let mut fields = line.split_ascii_whitespace();
+            let (interface, destination) = (fields.next()?, fields.next()?);
+            (destination == "00000000").then(|| interface.to_owned())
+        })?;
+        std::fs::read_to_string(format!("/sys/class/net/{interface}/mtu")).ok()?.trim().parse().ok()
+    };
+    find().unwrap_or(1500).clamp(1280, 1500)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn name_servers_of_the_host_that_a_sandbox_can_reach() {
+        let text = "# comment\nnameserver 127.0.0.53\nnameserver 10.0.0.2\nsearch x\nnameserver ::1\nnameserver 9.9.9.9\n";
+        let servers: Vec<String> = parse_nameservers(text).iter().map(ToString::to_string).collect();
+        assert_eq!(servers, ["10.0.0.2", "9.9.9.9"]);
+    }
+
+    #[test]
+    fn names_fit_an_interface() {
+        let network = Network::new(InstallationId::generate(), Vec::new());
+        assert!(network.firewall.bridge.len() <= 15, "{}", network.firewall.bridge);
+    }
+}

@@ -1,0 +1,477 @@
+//! The provider itself: create, stop, resume, destroy, and how it is doing.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use bollard::models::SystemInfo;
+use emergent_guest_client::GuestClient;
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::InstallationId;
+use emergent_wire::workspace::{
+    AvailableResources, Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName,
+};
+
+use super::disk::Disks;
+use super::engine::{Engine, EngineError};
+use super::network::{Network, host_nameservers};
+use super::spec::{self, GUEST_PATH, Surroundings};
+use super::stream::Attached;
+use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
+use crate::error::ProviderError;
+use crate::guest_binary::InstalledGuest;
+use crate::sandbox::{Health, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure};
+
+/// What is said when the engine can't run gVisor containers.
+pub const GVISOR_MISSING: &str = "gVisor runtime not available";
+/// The engine's name for gVisor's runtime.
+const RUNSC: &str = "runsc";
+/// How long the agent's own grace for processes (8 s) may take, and then some.
+const STOP_GRACE_S: i32 = 12;
+/// Cold starts that the latency estimate is made of.
+const REMEMBERED_STARTS: usize = 20;
+
+/// What runs the containers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Runtime {
+    /// gVisor's application kernel.
+    Gvisor,
+    /// The engine's default, which shares the host's kernel.
+    Plain,
+}
+
+/// How to reach the engine and where to keep things.
+#[derive(Clone, Debug)]
+pub struct ContainerOptions {
+    /// Who owns what is made.
+    pub installation: InstallationId,
+    /// Where disks and the guest agent's binary are kept.
+    pub data_dir: PathBuf,
+    /// The engine's address; `DOCKER_HOST` or the usual socket unless given.
+    pub docker_host: Option<String>,
+    /// The name servers that sandboxes use; the host's unless given.
+    pub nameservers: Vec<std::net::IpAddr>,
+}
+
+/// Containers on a Docker engine.
+pub struct ContainerProvider {
+    runtime: Runtime,
+    installation: InstallationId,
+    engine: Engine,
+    guest: InstalledGuest,
+    /// The agent's file can't be seen by the engine (it runs elsewhere): it is copied into each container.
+    copy_guest: AtomicBool,
+    disks: Result<Disks, String>,
+    network: Network,
+    host_cpus: AtomicU32,
+    starts: Mutex<VecDeque<Duration>>,
+}
+
+impl ContainerProvider {
+    /// A provider on the engine that the options name. Nothing is asked of the engine yet.
+    pub fn new(runtime: Runtime, options: &ContainerOptions) -> Result<Self, ProviderError> {
+        let engine = Engine::open(options.docker_host.as_deref())
+            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
+        let guest = InstalledGuest::install(&options.data_dir.join("guest"))
+            .map_err(|error| ProviderError::failed("writing the guest agent", error))?;
+        let nameservers =
+            if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
+        Ok(Self {
+            runtime,
+            installation: options.installation,
+            engine,
+            guest,
+            copy_guest: AtomicBool::new(false),
+            disks: Disks::open(&options.data_dir.join("disks")),
+            network: Network::new(options.installation, nameservers),
+            host_cpus: AtomicU32::new(0),
+            starts: Mutex::default(),
+        })
+    }
+
+    fn disk_quota(&self) -> DiskQuota {
+        if self.disks.is_ok() { DiskQuota::Enforced } else { DiskQuota::Watched }
+    }
+
+    fn label(&self) -> String {
+        format!("{LABEL_INSTALLATION}={}", self.installation)
+    }
+
+    /// CPUs of the engine's host.
+    async fn host_cpus(&self) -> Result<u32, EngineError> {
+        match self.host_cpus.load(Ordering::Relaxed) {
+            0 => {
+                let cpus = cpus_of(&self.engine.info().await?);
+                self.host_cpus.store(cpus, Ordering::Relaxed);
+                Ok(cpus)
+            }
+            known => Ok(known),
+        }
+    }
+
+    /// Makes the container, and its disk beside it.
+    async fn make(&self, spec: &SandboxSpec) -> Result<(), ProviderError> {
+        if spec.network == NetworkMode::Nat {
+            self.network.ensure(&self.engine).await?;
+        }
+        let device = self.disks.as_ref().ok().map(|disks| disks.device(spec.id));
+        let host_cpus = self.host_cpus().await.map_err(|error| self.sort(error, spec))?;
+        let copied = self.copy_guest.load(Ordering::Relaxed);
+        let around = Surroundings {
+            installation: self.installation,
+            runtime: (self.runtime == Runtime::Gvisor).then_some(RUNSC),
+            guest: (!copied).then(|| self.guest.path()),
+            device: device.as_deref(),
+            network: &self.network.name,
+            host_cpus,
+        };
+        let name = name_of(spec.id);
+        let container = async {
+            let created = self.engine.create(&name, spec::container(spec, &around)).await;
+            match created {
+                Err(error) if !copied && self.cannot_bind(&error) => {
+                    let around = Surroundings { guest: None, ..around };
+                    self.copy_guest.store(true, Ordering::Relaxed);
+                    self.engine.create(&name, spec::container(spec, &around)).await
+                }
+                // Made by a call that was interrupted.
+                Err(EngineError::Conflict(message)) if message.contains("already in use") => Ok(()),
+                created => created,
+            }
+        };
+        let disk = self.ensure_disk(spec);
+        let (container, disk) = tokio::join!(container, disk);
+        container.map_err(|error| self.sort(error, spec))?;
+        disk?;
+        if self.copy_guest.load(Ordering::Relaxed) {
+            self.copy_guest_into(&name).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether the engine does not see our files: it runs on another host or in another container.
+    fn cannot_bind(&self, error: &EngineError) -> bool {
+        let path = self.guest.path().to_string_lossy();
+        matches!(error, EngineError::Refused(message) | EngineError::Other(message)
+            if message.contains("bind source path does not exist") && message.contains(&*path))
+    }
+
+    async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
+        let failed = |error: &dyn std::fmt::Display| ProviderError::failed("copying the guest agent", error);
+        let archive = tar_of(GUEST_PATH.trim_start_matches('/'), emergent_guest_binary::GUEST_BINARY);
+        let options = bollard::query_parameters::UploadToContainerOptionsBuilder::new().path("/").build();
+        let docker = self.engine.docker().await.map_err(|error| failed(&error))?;
+        let upload = docker.upload_to_container(name, Some(options), bollard::body_full(archive.into()));
+        super::engine::within(super::engine::ACT, upload).await.map_err(|error| failed(&error))
+    }
+
+    async fn ensure_disk(&self, spec: &SandboxSpec) -> Result<(), ProviderError> {
+        let Ok(disks) = self.disks.clone() else { return Ok(()) };
+        let (id, size) = (spec.id, spec.limits.disk);
+        let made = tokio::task::spawn_blocking(move || disks.ensure(id, size)).await;
+        made.map_err(std::io::Error::other).flatten().map_err(|error| ProviderError::failed("making the disk", error))
+    }
+
+    /// Starts the container with its channel attached.
+    async fn launch(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        let name = name_of(spec.id);
+        let attached = self.engine.attach(&name).await.map_err(|error| self.sort(error, spec))?;
+        self.engine.start(&name).await.map_err(|error| self.sort(error, spec))?;
+        self.greet(spec, attached).await
+    }
+
+    async fn greet(&self, spec: &SandboxSpec, attached: Attached) -> Result<GuestClient, ProviderError> {
+        let channel = match GuestClient::connect(attached.reader, attached.writer).await {
+            Ok(channel) => channel,
+            Err(error) => {
+                let why = self.explain_end(spec.id).await.map(|end| format!("; {end}")).unwrap_or_default();
+                return Err(ProviderError::Failed {
+                    what: "starting the guest agent",
+                    reason: format!("{error}{why}"),
+                });
+            }
+        };
+        let mut configuration = spec.configuration.clone();
+        configuration.memory_bytes = Some(spec.limits.memory.bytes());
+        if spec.network == NetworkMode::Nat {
+            configuration.nameservers = self.network.nameservers();
+        }
+        if self.disk_quota() == DiskQuota::Watched {
+            configuration.watched_disk_bytes = Some(spec.limits.disk.bytes());
+        }
+        configure(&channel, configuration).await?;
+        Ok(channel)
+    }
+
+    async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient) -> Sandbox {
+        let mut warnings = Vec::new();
+        if self.runtime == Runtime::Plain {
+            warnings.push(
+                "reduced isolation: this workspace is a plain container that shares the host's kernel; use gVisor or \
+                 Firecracker for code you do not trust"
+                    .to_owned(),
+            );
+        }
+        if let Err(reason) = &self.disks {
+            warnings.push(format!("the disk limit is watched, not enforced: {reason}"));
+        }
+        let cpus = self.host_cpus().await.unwrap_or(u32::MAX);
+        if u64::from(spec.limits.cpu.millis()) > u64::from(cpus) * 1000 {
+            warnings.push(format!("the host has {cpus} CPUs: the limit of {} is not reached", spec.limits.cpu));
+        }
+        Sandbox { provider_workspace_id: name_of(spec.id), channel, disk_quota: self.disk_quota(), warnings }
+    }
+
+    /// What an error of the engine means for the caller.
+    fn sort(&self, error: EngineError, spec: &SandboxSpec) -> ProviderError {
+        let text = error.to_string();
+        let lower = text.to_ascii_lowercase();
+        if self.runtime == Runtime::Gvisor
+            && (lower.contains("unknown runtime") || lower.contains("unknown or invalid runtime"))
+        {
+            return ProviderError::Unavailable(missing_runtime("the engine has no runtime 'runsc'"));
+        }
+        if self.runtime == Runtime::Gvisor && lower.contains("oci runtime") {
+            return ProviderError::Unavailable(missing_runtime(&format!("it is installed but does not work: {text}")));
+        }
+        if lower.contains("no such image") {
+            return ProviderError::Unacceptable(format!(
+                "the image '{}' is not on this host: build or load it (`make image` makes the default one)",
+                spec.image
+            ));
+        }
+        match error {
+            EngineError::Unreachable(_) => ProviderError::Unavailable(text),
+            EngineError::TimedOut(seconds) => ProviderError::TimedOut { what: "the Docker engine", seconds },
+            EngineError::NotFound(_) => ProviderError::Gone(text),
+            EngineError::Refused(_) => ProviderError::Unacceptable(text),
+            EngineError::Conflict(_) | EngineError::Other(_) => ProviderError::failed("the Docker engine", text),
+        }
+    }
+
+    fn remember_start(&self, took: Duration) {
+        let mut starts = self.starts.lock().unwrap_or_else(PoisonError::into_inner);
+        starts.push_back(took);
+        if starts.len() > REMEMBERED_STARTS {
+            starts.pop_front();
+        }
+    }
+
+    fn typical_start_ms(&self) -> Option<u64> {
+        let mut starts: Vec<Duration> =
+            self.starts.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
+        starts.sort_unstable();
+        starts.get(starts.len() / 2).map(|took| u64::try_from(took.as_millis()).unwrap_or(u64::MAX))
+    }
+}
+
+fn missing_runtime(reason: &str) -> String {
+    format!("{GVISOR_MISSING}: {reason}. Run `emergent doctor` for how to fix it, or `make setup`, which installs it")
+}
+
+fn cpus_of(info: &SystemInfo) -> u32 {
+    info.ncpu.and_then(|cpus| u32::try_from(cpus).ok()).filter(|cpus| *cpus > 0).unwrap_or(1)
+}
+
+#[async_trait]
+impl WorkspaceProvider for ContainerProvider {
+    fn name(&self) -> ProviderName {
+        match self.runtime {
+            Runtime::Gvisor => ProviderName::Gvisor,
+            Runtime::Plain => ProviderName::Docker,
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let (isolation, requires) = match self.runtime {
+            Runtime::Gvisor => (IsolationLevel::ApplicationKernel, vec!["docker", "runsc"]),
+            Runtime::Plain => (IsolationLevel::Container, vec!["docker"]),
+        };
+        Capabilities {
+            isolation,
+            persistence: true,
+            snapshots: false,
+            warm_pool: false,
+            requires: requires.into_iter().map(str::to_owned).collect(),
+            disk_quota: self.disk_quota(),
+            startup_latency_ms: self.typical_start_ms(),
+        }
+    }
+
+    async fn health(&self) -> Health {
+        let info = match self.engine.info().await {
+            Ok(info) => info,
+            Err(error) => return Health { problem: Some(error.to_string()), note: None, available: None },
+        };
+        self.host_cpus.store(cpus_of(&info), Ordering::Relaxed);
+        let has_runsc = info.runtimes.as_ref().is_some_and(|runtimes| runtimes.contains_key(RUNSC));
+        let problem = (self.runtime == Runtime::Gvisor && !has_runsc)
+            .then(|| missing_runtime("the engine has no runtime 'runsc'"));
+        let notes: Vec<String> = self
+            .disks
+            .as_ref()
+            .err()
+            .map(|reason| format!("disk limits are watched, not enforced: {reason}"))
+            .into_iter()
+            .chain(self.network.problem())
+            .collect();
+        let disk = info.docker_root_dir.as_deref().map_or(0, free_bytes);
+        let available = AvailableResources { cpus: cpus_of(&info), memory_bytes: free_memory(&info), disk_bytes: disk };
+        Health { problem, note: (!notes.is_empty()).then(|| notes.join("; ")), available: Some(available) }
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let begun = Instant::now();
+        self.make(spec).await?;
+        let channel = self.launch(spec).await?;
+        self.remember_start(begun.elapsed());
+        Ok(self.sandbox(spec, channel).await)
+    }
+
+    async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        let name = name_of(id);
+        self.engine.remove(&name).await.map_err(|error| ProviderError::failed("removing the container", error))?;
+        self.engine.remove_volume(&name).await.map_err(|error| ProviderError::failed("removing the volume", error))?;
+        if let Ok(disks) = self.disks.clone() {
+            let removed = tokio::task::spawn_blocking(move || disks.remove(id)).await;
+            removed
+                .map_err(std::io::Error::other)
+                .flatten()
+                .map_err(|error| ProviderError::failed("removing the disk", error))?;
+        }
+        Ok(())
+    }
+
+    async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        match self.engine.stop(&name_of(id), STOP_GRACE_S).await {
+            Ok(()) => Ok(()),
+            // Removed behind our back: its files are on its volume, and resume makes the container again.
+            Err(EngineError::NotFound(_)) => Ok(()),
+            Err(error) => Err(ProviderError::failed("stopping the container", error)),
+        }
+    }
+
+    async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let name = name_of(spec.id);
+        match self.engine.inspect(&name).await {
+            Ok(found) if found.state.as_ref().and_then(|state| state.running) == Some(true) => {
+                let channel = self.open_channel(spec).await?;
+                return Ok(self.sandbox(spec, channel).await);
+            }
+            Ok(_) => {
+                if spec.network == NetworkMode::Nat {
+                    self.network.ensure(&self.engine).await?;
+                }
+                self.ensure_disk(spec).await?;
+            }
+            Err(EngineError::NotFound(_)) => self.make(spec).await?,
+            Err(error) => return Err(self.sort(error, spec)),
+        }
+        let channel = self.launch(spec).await?;
+        Ok(self.sandbox(spec, channel).await)
+    }
+
+    async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        let name = name_of(spec.id);
+        let found = match self.engine.inspect(&name).await {
+            Ok(found) => found,
+            Err(EngineError::NotFound(message)) => return Err(ProviderError::Gone(message)),
+            Err(error) => return Err(self.sort(error, spec)),
+        };
+        let state = found.state.unwrap_or_default();
+        if state.running != Some(true) {
+            let end = self.explain_end(spec.id).await.unwrap_or_else(|| "it has ended".to_owned());
+            return Err(ProviderError::NotRunning(end));
+        }
+        let program = vec![GUEST_PATH.to_owned(), "connect".to_owned()];
+        let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(error, spec))?;
+        self.greet(spec, attached).await
+    }
+
+    async fn explain_end(&self, id: WorkspaceId) -> Option<String> {
+        let state = match self.engine.inspect(&name_of(id)).await {
+            Ok(found) => found.state?,
+            Err(EngineError::NotFound(_)) => return Some("its container was removed".to_owned()),
+            Err(_) => return None,
+        };
+        if state.running == Some(true) {
+            return None;
+        }
+        let code = state.exit_code.unwrap_or_default();
+        if state.oom_killed == Some(true) {
+            return Some("the whole sandbox ran out of memory and was killed".to_owned());
+        }
+        let error = state.error.filter(|error| !error.is_empty()).map(|error| format!(": {error}"));
+        Some(format!("its container ended with code {code}{}", error.unwrap_or_default()))
+    }
+
+    async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
+        let failed = |error: EngineError| ProviderError::failed("listing sandboxes", error);
+        let id_of = |labels: &HashMap<String, String>| WorkspaceId::from_str(labels.get(LABEL_WORKSPACE)?).ok();
+        let mut found: HashMap<WorkspaceId, ObservedState> = HashMap::new();
+        for labels in self.engine.volumes(&self.label()).await.map_err(failed)? {
+            found.extend(id_of(&labels).map(|id| (id, ObservedState::Remains)));
+        }
+        if let Ok(disks) = &self.disks {
+            let ids = disks.list().map_err(|error| ProviderError::failed("listing disks", error))?;
+            found.extend(ids.into_iter().map(|id| (id, ObservedState::Remains)));
+        }
+        for (labels, running) in self.engine.containers(&self.label()).await.map_err(failed)? {
+            let state = if running { ObservedState::Running } else { ObservedState::Stopped };
+            found.extend(id_of(&labels).map(|id| (id, state)));
+        }
+        Ok(found.into_iter().map(|(id, state)| Observed { id, state }).collect())
+    }
+
+    async fn retire(&self) -> Result<(), ProviderError> {
+        if self.list().await?.is_empty() {
+            self.network.remove(&self.engine).await?;
+        }
+        Ok(())
+    }
+}
+
+impl ContainerProvider {
+    /// Puts the network and its rules back, whoever took them away.
+    pub async fn repair_network(&self) -> Result<(), ProviderError> {
+        self.network.repair(&self.engine).await
+    }
+}
+
+/// Free bytes where the engine keeps its data, when we are on the same host.
+fn free_bytes(path: &str) -> u64 {
+    rustix::fs::statvfs(Path::new(path)).map_or(0, |stat| stat.f_bavail * stat.f_frsize)
+}
+
+/// Free memory of the host, or all of it when we are not on it.
+fn free_memory(info: &SystemInfo) -> u64 {
+    let total = info.mem_total.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
+    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
+        line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
+    });
+    free.map_or(total, |free| free.min(total))
+}
+
+/// An archive with one executable file in it.
+fn tar_of(path: &str, bytes: &[u8]) -> Vec<u8> {
+    let mut header = [0_u8; 512];
+    let mut field = |at: usize, text: &str| header[at..at + text.len()].copy_from_slice(text.as_bytes());
+    field(0, path);
+    field(100, "0000755\0");
+    field(108, "0000000\0");
+    field(116, "0000000\0");
+    field(124, &format!("{:011o}\0", bytes.len()));
+    field(136, "00000000000\0");
+    field(148, "        ");
+    field(156, "0");
+    field(257, "ustar\x0000");
+    let checksum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+    header[148..156].copy_from_slice(format!("{checksum:06o}\0 ").as_bytes());
+    let padding = bytes.len().next_multiple_of(512) - bytes.len() + 1024;
+    [&header[..], bytes, &vec![0; padding]].concat()
+}

@@ -1,0 +1,196 @@
+//! From a sandbox's specification to the engine's: a pure function.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use bollard::models::{
+    ContainerCreateBody, HostConfig, HostConfigLogConfig, Mount, MountType, MountVolumeOptions,
+    MountVolumeOptionsDriverConfig, ResourcesUlimits, RestartPolicy, RestartPolicyNameEnum,
+};
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::InstallationId;
+use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::workspace::NetworkMode;
+
+use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
+use crate::sandbox::SandboxSpec;
+
+/// Where the agent's binary is inside a sandbox.
+pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
+/// Processes and threads at most. On gVisor this counts the threads of its kernel as well.
+const MAX_PIDS: i64 = 4096;
+/// What building and installing software needs; everything else is dropped.
+const CAPABILITIES: [&str; 9] = [
+    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE",
+];
+
+/// What the engine is told besides the sandbox's own specification.
+pub(crate) struct Surroundings<'a> {
+    pub(crate) installation: InstallationId,
+    /// The engine's runtime; none for its default.
+    pub(crate) runtime: Option<&'a str>,
+    /// The agent's binary on the engine's host; none when it is copied in.
+    pub(crate) guest: Option<&'a Path>,
+    /// The device with the workspace's files; none for an ordinary volume.
+    pub(crate) device: Option<&'a Path>,
+    /// The network of this installation.
+    pub(crate) network: &'a str,
+    /// CPUs the engine has.
+    pub(crate) host_cpus: u32,
+}
+
+/// Labels of everything that belongs to a workspace.
+pub(crate) fn labels(installation: InstallationId, id: WorkspaceId) -> HashMap<String, String> {
+    HashMap::from([
+        (LABEL_INSTALLATION.to_owned(), installation.to_string()),
+        (LABEL_WORKSPACE.to_owned(), id.to_string()),
+    ])
+}
+
+/// The container of a sandbox.
+pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> ContainerCreateBody {
+    let labels = labels(around.installation, spec.id);
+    let memory = i64::try_from(spec.limits.memory.bytes()).unwrap_or(i64::MAX);
+    let millis = spec.limits.cpu.millis().min(around.host_cpus.saturating_mul(1000));
+    let host = HostConfig {
+        runtime: around.runtime.map(str::to_owned),
+        nano_cpus: Some(i64::from(millis) * 1_000_000),
+        memory: Some(memory),
+        // Equal to memory: no swap.
+        memory_swap: Some(memory),
+        pids_limit: Some(MAX_PIDS),
+        security_opt: Some(vec!["no-new-privileges".to_owned()]),
+        cap_drop: Some(vec!["ALL".to_owned()]),
+        cap_add: Some(CAPABILITIES.iter().map(|name| (*name).to_owned()).collect()),
+        mounts: Some(mounts(spec.id, &labels, around)),
+        network_mode: Some(match spec.network {
+            NetworkMode::Nat => around.network.to_owned(),
+            NetworkMode::Isolated => "none".to_owned(),
+        }),
+        // Standard output is the channel; it must not be written to the engine's logs.
+        log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
+        restart_policy: Some(RestartPolicy { name: Some(RestartPolicyNameEnum::NO), maximum_retry_count: None }),
+        ulimits: Some(vec![ResourcesUlimits {
+            name: Some("nofile".to_owned()),
+            soft: Some(65536),
+            hard: Some(65536),
+        }]),
+        ..HostConfig::default()
+    };
+    ContainerCreateBody {
+        image: Some(spec.image.clone()),
+        hostname: Some("workspace".to_owned()),
+        user: Some("0:0".to_owned()),
+        working_dir: Some(WORKSPACE_DIR.to_owned()),
+        entrypoint: Some(vec![GUEST_PATH.to_owned()]),
+        cmd: Some(vec!["init".to_owned()]),
+        open_stdin: Some(true),
+        // The channel's end must reach the agent when the server is gone.
+        stdin_once: Some(true),
+        attach_stdin: Some(true),
+        attach_stdout: Some(true),
+        attach_stderr: Some(true),
+        labels: Some(labels),
+        host_config: Some(host),
+        ..ContainerCreateBody::default()
+    }
+}
+
+fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
+    let driver = around.device.map(|device| MountVolumeOptionsDriverConfig {
+        name: Some("local".to_owned()),
+        options: Some(HashMap::from([
+            ("type".to_owned(), "ext4".to_owned()),
+            ("device".to_owned(), device.to_string_lossy().into_owned()),
+            ("o".to_owned(), "noatime,discard,nosuid,nodev".to_owned()),
+        ])),
+    });
+    let workspace = Mount {
+        typ: Some(MountType::VOLUME),
+        source: Some(name_of(id)),
+        target: Some(WORKSPACE_DIR.to_owned()),
+        volume_options: Some(MountVolumeOptions {
+            no_copy: Some(true),
+            labels: Some(labels.clone()),
+            driver_config: driver,
+            subpath: None,
+        }),
+        ..Mount::default()
+    };
+    let guest = around.guest.map(|path| Mount {
+        typ: Some(MountType::BIND),
+        source: Some(path.to_string_lossy().into_owned()),
+        target: Some(GUEST_PATH.to_owned()),
+        read_only: Some(true),
+        ..Mount::default()
+    });
+    std::iter::once(workspace).chain(guest).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use emergent_guest_protocol::Configuration;
+    use emergent_wire::workspace::{ContainerType, ResourceLimits};
+
+    use super::*;
+
+    fn spec(limits: ResourceLimits, network: NetworkMode) -> SandboxSpec {
+        SandboxSpec {
+            id: WorkspaceId::generate(),
+            container_type: ContainerType::AgentWorkspace,
+            image: "image".to_owned(),
+            limits,
+            network,
+            configuration: Configuration {
+                environment: [("SECRET".to_owned(), "hunter2".to_owned())].into(),
+                ..Configuration::default()
+            },
+        }
+    }
+
+    fn around(installation: InstallationId) -> Surroundings<'static> {
+        Surroundings {
+            installation,
+            runtime: Some("runsc"),
+            guest: Some(Path::new("/guest")),
+            device: Some(Path::new("/dev/loop9")),
+            network: "net",
+            host_cpus: 2,
+        }
+    }
+
+    #[test]
+    fn limits_and_hardening_are_as_documented() {
+        let installation = InstallationId::generate();
+        let limits = ResourceLimits { cpu: "0.5".parse().unwrap(), ..ResourceLimits::default() };
+        let spec = spec(limits, NetworkMode::Nat);
+        let body = container(&spec, &around(installation));
+        let host = body.host_config.unwrap();
+        assert_eq!(host.nano_cpus, Some(500_000_000));
+        assert_eq!((host.memory, host.memory_swap), (Some(4 << 30), Some(4 << 30)));
+        assert_eq!(host.cap_drop, Some(vec!["ALL".to_owned()]));
+        assert!(host.cap_add.unwrap().iter().all(|cap| cap != "SYS_ADMIN" && cap != "NET_RAW" && cap != "MKNOD"));
+        assert_eq!(host.security_opt, Some(vec!["no-new-privileges".to_owned()]));
+        assert_eq!(host.runtime.as_deref(), Some("runsc"));
+        assert!(host.pids_limit.unwrap() > 64);
+        assert_eq!(host.privileged, None);
+        let labels = body.labels.unwrap();
+        assert_eq!(labels[LABEL_INSTALLATION], installation.to_string());
+        assert_eq!(labels[LABEL_WORKSPACE], spec.id.to_string());
+    }
+
+    #[test]
+    fn nothing_secret_is_in_the_containers_settings() {
+        let body = container(&spec(ResourceLimits::default(), NetworkMode::Nat), &around(InstallationId::generate()));
+        assert!(!serde_json::to_string(&body).unwrap().contains("hunter2"));
+    }
+
+    #[test]
+    fn isolated_means_no_network_and_more_cpus_than_there_are_means_all() {
+        let limits = ResourceLimits { cpu: "8".parse().unwrap(), ..ResourceLimits::default() };
+        let body = container(&spec(limits, NetworkMode::Isolated), &around(InstallationId::generate()));
+        let host = body.host_config.unwrap();
+        assert_eq!(host.network_mode.as_deref(), Some("none"));
+        assert_eq!(host.nano_cpus, Some(2_000_000_000));
+    }
+}

@@ -1,0 +1,163 @@
+//! The seam between control plane and providers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use emergent_guest_client::{CallError, GuestClient};
+use emergent_guest_protocol::{BashCall, Configuration, GuestCall, WriteCall};
+use emergent_wire::tools::{BashAnswer, BashRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest, WriteAnswer};
+use emergent_wire::workspace::{
+    AvailableResources, Capabilities, ContainerType, DiskQuota, NetworkMode, ProviderName, ResourceLimits,
+};
+use emergent_wire::{ErrorDetail, OperationId, WorkspaceId};
+
+use crate::error::ProviderError;
+
+/// What a sandbox shall be.
+#[derive(Clone, Debug)]
+pub struct SandboxSpec {
+    /// The workspace it belongs to; everything the provider makes is named after it.
+    pub id: WorkspaceId,
+    /// What runs in it.
+    pub container_type: ContainerType,
+    /// The image.
+    pub image: String,
+    /// What it may use at most.
+    pub limits: ResourceLimits,
+    /// What it can reach.
+    pub network: NetworkMode,
+    /// What the guest agent is told: variables and where file tools must stay. The provider adds its own.
+    pub configuration: Configuration,
+}
+
+/// A sandbox that runs.
+pub struct Sandbox {
+    /// The provider's own name for it.
+    pub provider_workspace_id: String,
+    /// The channel to its agent, configured.
+    pub channel: GuestClient,
+    /// How its disk limit is kept.
+    pub disk_quota: DiskQuota,
+    /// What its user should know: reduced isolation, limits that were lowered.
+    pub warnings: Vec<String>,
+}
+
+/// How a sandbox was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ObservedState {
+    /// It runs.
+    Running,
+    /// It is stopped; its files are there.
+    Stopped,
+    /// Only remains of it are there.
+    Remains,
+}
+
+/// A sandbox, or what is left of one, that carries this installation's id.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Observed {
+    /// The workspace it belongs to.
+    pub id: WorkspaceId,
+    /// How it was found.
+    pub state: ObservedState,
+}
+
+/// How a provider is doing.
+#[derive(Clone, Debug)]
+pub struct Health {
+    /// What is wrong, when something is.
+    pub problem: Option<String>,
+    /// What is worth knowing though it works.
+    pub note: Option<String>,
+    /// What is free on its host.
+    pub available: Option<AvailableResources>,
+}
+
+/// A sandbox provider.
+///
+/// Contract, checked by one suite for every provider:
+/// - all calls are bounded in time and may be repeated: making what is there or removing what is not is success;
+/// - a call that fails leaves what it made to [`destroy`](Self::destroy), which removes everything there is;
+/// - nothing is kept in memory that is needed to find, stop or remove a sandbox after a restart.
+#[async_trait]
+pub trait WorkspaceProvider: Send + Sync {
+    /// Its name.
+    fn name(&self) -> ProviderName;
+
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Whether it works now.
+    async fn health(&self) -> Health;
+
+    /// Makes a sandbox and starts it.
+    async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
+
+    /// Removes a sandbox and everything that belongs to it.
+    async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError>;
+
+    /// Stops a sandbox; all its files are kept.
+    async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError>;
+
+    /// Starts a stopped sandbox, or makes it again on its files when it was removed behind our back.
+    async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
+
+    /// Opens a new channel to the agent of a running sandbox.
+    async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError>;
+
+    /// Why a sandbox ended, as far as the provider knows (`out of memory`, an exit code).
+    async fn explain_end(&self, id: WorkspaceId) -> Option<String>;
+
+    /// Everything there is that carries this installation's id.
+    async fn list(&self) -> Result<Vec<Observed>, ProviderError>;
+
+    /// Removes what the installation itself needed (networks, rules), when no sandbox is left.
+    async fn retire(&self) -> Result<(), ProviderError>;
+
+    /// Runs a command in a sandbox.
+    async fn exec(&self, channel: &GuestClient, request: BashRequest) -> Result<BashAnswer, ErrorDetail> {
+        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        let call = channel.start(&GuestCall::Bash(message)).await?;
+        let (mut answer, stdout, stderr) = call.answer_with_output::<BashAnswer>(1 << 20).await?;
+        answer.stdout = String::from_utf8_lossy(&stdout).into_owned();
+        answer.stderr = String::from_utf8_lossy(&stderr).into_owned();
+        Ok(answer)
+    }
+
+    /// A file's bytes.
+    async fn read_file(&self, channel: &GuestClient, path: &str) -> Result<Vec<u8>, ErrorDetail> {
+        let request = ReadRequest { file_path: path.to_owned(), raw: true, ..ReadRequest::default() };
+        let call = channel.start(&GuestCall::Read(request)).await?;
+        let most = usize::try_from(MAX_FILE_BYTES).unwrap_or(usize::MAX);
+        let (_, bytes, _) = call.answer_with_output::<ReadAnswer>(most).await?;
+        Ok(bytes)
+    }
+
+    /// Writes a file.
+    async fn write_file(&self, channel: &GuestClient, path: &str, bytes: &[u8]) -> Result<WriteAnswer, ErrorDetail> {
+        let call = channel.start(&GuestCall::Write(WriteCall { file_path: path.to_owned() })).await?;
+        call.send_input(bytes).await?;
+        call.end_input().await?;
+        Ok(call.answer().await?)
+    }
+}
+
+/// Tells the agent at the other end what it belongs to.
+pub(crate) async fn configure(channel: &GuestClient, configuration: Configuration) -> Result<(), ProviderError> {
+    const WITHIN: Duration = Duration::from_secs(20);
+    let configured = async {
+        let call = channel.start(&GuestCall::Configure(configuration)).await?;
+        call.answer::<serde_json::Value>().await.map(drop)
+    };
+    match tokio::time::timeout(WITHIN, configured).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error @ (CallError::Failed(_) | CallError::Lost(_) | CallError::Garbled(_)))) => {
+            Err(ProviderError::failed("configuring the guest agent", error))
+        }
+        Err(_) => Err(ProviderError::TimedOut { what: "configuring the guest agent", seconds: WITHIN.as_secs() }),
+    }
+}
+
+/// Providers are shared between requests.
+pub type SharedProvider = Arc<dyn WorkspaceProvider>;

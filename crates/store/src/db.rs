@@ -1,0 +1,130 @@
+//! The two engines behind one face.
+//!
+//! [`Db`] holds the pools; the macros run one body on a connection of whichever engine there is. On SQLite all
+//! writes go through one connection, so they queue in the pool and never meet a busy database; reads have
+//! connections of their own and see the last commit (WAL). On PostgreSQL a [`Lock`] gives the few operations
+//! that must not run side by side the same order.
+
+use sqlx::{PgPool, SqlitePool};
+
+/// The pools of the engine in use.
+pub(crate) enum Db {
+    Sqlite {
+        /// One connection.
+        write: SqlitePool,
+        /// Several, which refuse to write.
+        read: SqlitePool,
+    },
+    Postgres(PgPool),
+}
+
+/// What only one transaction may do at a time, over all servers on one PostgreSQL database. On SQLite every
+/// write transaction excludes every other.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Lock {
+    /// Bring the schema up to date.
+    Migrate,
+    /// Count the live workspaces and add one.
+    WorkspaceLimit,
+    /// Append to the audit chain.
+    Audit,
+    /// The rows that the transaction touches are protection enough.
+    None,
+}
+
+impl Lock {
+    /// The key of PostgreSQL's advisory lock: "emergent" in ASCII, with the last byte telling them apart.
+    pub(crate) const fn advisory_key(self) -> Option<i64> {
+        const BASE: i64 = 0x656d_6572_6765_6e00;
+        match self {
+            Lock::Migrate => Some(BASE + 1),
+            Lock::WorkspaceLimit => Some(BASE + 2),
+            Lock::Audit => Some(BASE + 3),
+            Lock::None => None,
+        }
+    }
+}
+
+/// Runs `$body` on a connection for reading.
+macro_rules! reading {
+    ($db:expr, |$connection:ident| $body:expr) => {
+        match $db {
+            $crate::db::Db::Sqlite { read, .. } => {
+                let mut guard = read.acquire().await?;
+                let $connection = &mut *guard;
+                $body
+            }
+            $crate::db::Db::Postgres(pool) => {
+                let mut guard = pool.acquire().await?;
+                let $connection = &mut *guard;
+                $body
+            }
+        }
+    };
+}
+
+/// Runs `$body`, one statement, on a connection for writing.
+macro_rules! writing {
+    ($db:expr, |$connection:ident| $body:expr) => {
+        match $db {
+            $crate::db::Db::Sqlite { write, .. } => {
+                let mut guard = write.acquire().await?;
+                let $connection = &mut *guard;
+                $body
+            }
+            $crate::db::Db::Postgres(pool) => {
+                let mut guard = pool.acquire().await?;
+                let $connection = &mut *guard;
+                $body
+            }
+        }
+    };
+}
+
+/// Runs `$body`, a `Result<_, StoreError>`, in one transaction: committed when it is `Ok`, else rolled back.
+macro_rules! in_transaction {
+    ($db:expr, $lock:expr, |$connection:ident| $body:expr) => {{
+        let lock: $crate::db::Lock = $lock;
+        match $db {
+            $crate::db::Db::Sqlite { write, .. } => {
+                // IMMEDIATE: a transaction that reads first can't fail later for want of the write lock.
+                let transaction = write.begin_with("BEGIN IMMEDIATE").await?;
+                $crate::db::finish!(transaction, |$connection| $body)
+            }
+            $crate::db::Db::Postgres(pool) => {
+                let mut transaction = pool.begin().await?;
+                if let Some(key) = lock.advisory_key() {
+                    sqlx::query("SELECT pg_advisory_xact_lock($1)")
+                        .bind(key)
+                        .execute(&mut *transaction)
+                        .await?;
+                }
+                $crate::db::finish!(transaction, |$connection| $body)
+            }
+        }
+    }};
+}
+
+/// Runs `$body` in a transaction that was begun, and ends it.
+macro_rules! finish {
+    ($transaction:ident, |$connection:ident| $body:expr) => {{
+        let mut transaction = $transaction;
+        let result = {
+            let $connection = &mut *transaction;
+            async { $body }.await
+        };
+        match result {
+            Ok(value) => {
+                transaction.commit().await?;
+                $crate::error::Result::Ok(value)
+            }
+            Err(error) => {
+                // The first error is the one worth telling; a failed rollback closes the connection anyway.
+                let _ = transaction.rollback().await;
+                Err(error)
+            }
+        }
+    }};
+}
+
+pub(crate) use {finish, in_transaction, reading, writing};

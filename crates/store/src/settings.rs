@@ -1,0 +1,98 @@
+//! Single values of the installation: its id, the check value of the sealing key, the head of the audit chain.
+
+use emergent_wire::id::InstallationId;
+use uuid::Uuid;
+
+use crate::db::{reading, writing};
+use crate::error::{Result, StoreError};
+use crate::open::Store;
+use crate::seal::{Place, SealError, SealingKey};
+use crate::types::{DbRow, Reader};
+
+const INSTALLATION_ID: &str = "installation_id";
+const KEY_CHECK: &str = "sealing_key_check";
+
+/// What the key check seals: the answer to whether a key is the right one.
+const KEY_CHECK_TEXT: &[u8] = b"emergent";
+
+impl Store {
+    /// This installation's id, made at the first call; all callers get the same.
+    pub async fn installation_id(&self) -> Result<InstallationId> {
+        let text = self
+            .setting_or_insert(INSTALLATION_ID, &InstallationId::generate().to_string())
+            .await?;
+        text.parse()
+            .map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error.to_string()))
+    }
+
+    /// Refuses a key other than the one that this database's values are sealed with. The first key that comes
+    /// is taken for the right one.
+    pub async fn check_key(&self, key: &SealingKey) -> Result<()> {
+        let place = Place::new("settings", "value", Uuid::nil());
+        let check = hex::encode(key.seal(place, KEY_CHECK_TEXT));
+        let check = self.setting_or_insert(KEY_CHECK, &check).await?;
+        let check = hex::decode(check).map_err(|error| corrupt(KEY_CHECK, error.to_string()))?;
+        if *key.open(place, &check)? == KEY_CHECK_TEXT {
+            Ok(())
+        } else {
+            Err(SealError::Damaged.into())
+        }
+    }
+
+    /// The value of a setting.
+    pub async fn setting(&self, key: &str) -> Result<Option<String>> {
+        reading!(self.db(), |connection| {
+            let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
+                .bind(key)
+                .fetch_optional(&mut *connection)
+                .await?;
+            row.map(|row| value(&row, key)).transpose()
+        })
+    }
+
+    /// Sets a setting.
+    pub async fn put_setting(&self, key: &str, value: &str) -> Result<()> {
+        writing!(self.db(), |connection| {
+            sqlx::query(
+                "INSERT INTO settings (key, value) VALUES ($1, $2)
+                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
+            )
+            .bind(key)
+            .bind(value)
+            .execute(&mut *connection)
+            .await?;
+        });
+        Ok(())
+    }
+
+    /// The value of a setting, which is `value` if it had none. One caller's value wins.
+    pub async fn setting_or_insert(&self, key: &str, value: &str) -> Result<String> {
+        if let Some(found) = self.setting(key).await? {
+            return Ok(found);
+        }
+        writing!(self.db(), |connection| {
+            sqlx::query("INSERT INTO settings (key, value) VALUES ($1, $2) ON CONFLICT (key) DO NOTHING")
+                .bind(key)
+                .bind(value)
+                .execute(&mut *connection)
+                .await?;
+        });
+        self.setting(key).await?.ok_or_else(|| StoreError::NotFound {
+            kind: "setting",
+            id: key.to_owned(),
+        })
+    }
+}
+
+pub(crate) fn value(row: &impl DbRow, key: &str) -> Result<String> {
+    Reader::with_key(row, "settings", key).text("value")
+}
+
+pub(crate) fn corrupt(key: &str, reason: String) -> StoreError {
+    StoreError::Corrupt {
+        table: "settings",
+        row: key.to_owned(),
+        column: "value",
+        reason,
+    }
+}

@@ -1,0 +1,166 @@
+//! Workspaces as rows: what a caller gives for a new one, and what a row becomes.
+//!
+//! While no provider is chosen the columns `provider` and `provider_workspace_id`, which the design makes NOT
+//! NULL, hold the empty text; callers see `None` and `""`. Image, network and the last error have columns of
+//! their own and are shown in the workspace's `metadata` under those names.
+
+use chrono::{DateTime, TimeDelta, Utc};
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::SessionId;
+use emergent_wire::workspace::{
+    ContainerType, DeploymentMode, Lifecycle, NetworkMode, ProviderName, ResourceLimits, Workspace,
+    WorkspaceStatus,
+};
+use serde_json::{Map, Value};
+
+use crate::error::Result;
+use crate::types::{DbRow, Reader};
+
+pub(crate) const TABLE: &str = "agent_workspaces";
+
+/// The columns of a [`WorkspaceRecord`], for `SELECT` and `RETURNING`.
+macro_rules! columns {
+    () => {
+        "id, agent_session_id, container_type, provider, provider_workspace_id, repository_url, branch, \
+         deployment_mode, lifecycle, status, created_at, last_used_at, expires_at, resource_limits, snapshot_id, \
+         mcp_config, metadata, image, network, ttl_seconds, placement, error"
+    };
+}
+pub(crate) use columns;
+
+/// A workspace that is about to be made.
+#[derive(Clone, Debug)]
+pub struct NewWorkspace {
+    /// Its id; the environment is sealed for it.
+    pub id: WorkspaceId,
+    /// The session it belongs to, which must exist.
+    pub agent_session_id: Option<SessionId>,
+    /// What kind of thing runs in it.
+    pub container_type: ContainerType,
+    /// The repository to clone into it.
+    pub repository_url: Option<String>,
+    /// The branch, tag or commit to check out.
+    pub branch: Option<String>,
+    /// Who runs the machine.
+    pub deployment_mode: DeploymentMode,
+    /// How long it lives.
+    pub lifecycle: Lifecycle,
+    /// When it was asked for.
+    pub created_at: DateTime<Utc>,
+    /// It expires this long after its last use; never when not given.
+    pub ttl_seconds: Option<u64>,
+    /// What it may use at most.
+    pub resource_limits: ResourceLimits,
+    /// The snapshot it is made from.
+    pub snapshot_id: Option<String>,
+    /// For MCP servers: their configuration.
+    pub mcp_config: Option<Value>,
+    /// What else there is to know.
+    pub metadata: Map<String, Value>,
+    /// The image.
+    pub image: String,
+    /// What it can reach.
+    pub network: NetworkMode,
+    /// From [`SealingKey::seal_environment`](crate::SealingKey::seal_environment).
+    pub environment_sealed: Option<Vec<u8>>,
+}
+
+impl NewWorkspace {
+    /// An agent workspace of `image` with defaults: ephemeral, self-hosted, NAT, no expiry, made now.
+    pub fn agent(id: WorkspaceId, image: impl Into<String>) -> Self {
+        Self {
+            id,
+            agent_session_id: None,
+            container_type: ContainerType::AgentWorkspace,
+            repository_url: None,
+            branch: None,
+            deployment_mode: DeploymentMode::SelfHosted,
+            lifecycle: Lifecycle::Ephemeral,
+            created_at: Utc::now(),
+            ttl_seconds: None,
+            resource_limits: ResourceLimits::default(),
+            snapshot_id: None,
+            mcp_config: None,
+            metadata: Map::new(),
+            image: image.into(),
+            network: NetworkMode::Nat,
+            environment_sealed: None,
+        }
+    }
+}
+
+/// A workspace, with what only the server needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkspaceRecord {
+    /// As callers see it.
+    pub workspace: Workspace,
+    /// The image.
+    pub image: String,
+    /// What it can reach.
+    pub network: NetworkMode,
+    /// It expires this long after its last use.
+    pub ttl_seconds: Option<u64>,
+    /// What failed last; none once it is ready again.
+    pub error: Option<String>,
+}
+
+/// Which workspaces to list; all unless said otherwise.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WorkspaceFilter {
+    /// Of this kind.
+    pub container_type: Option<ContainerType>,
+    /// On this provider.
+    pub provider: Option<ProviderName>,
+    /// In this status.
+    pub status: Option<WorkspaceStatus>,
+    /// Of this session.
+    pub agent_session_id: Option<SessionId>,
+}
+
+impl WorkspaceRecord {
+    pub(crate) fn from_row(row: &impl DbRow) -> Result<Self> {
+        let row = Reader::by_id(row, TABLE);
+        let image = row.text("image")?;
+        let network: NetworkMode = row.name("network")?;
+        let error = row.text_or_null("error")?;
+        let mut metadata: Map<String, Value> = row.json_or_null("metadata")?.unwrap_or_default();
+        metadata.insert("image".into(), image.as_str().into());
+        metadata.insert("network".into(), network.as_str().into());
+        if let Some(error) = &error {
+            metadata.insert("error".into(), error.as_str().into());
+        }
+        let workspace = Workspace {
+            id: WorkspaceId(row.uuid("id")?),
+            agent_session_id: row.uuid_or_null("agent_session_id")?.map(SessionId),
+            container_type: row.name("container_type")?,
+            provider: row.name_or_empty("provider")?,
+            provider_workspace_id: row.text("provider_workspace_id")?,
+            repository_url: row.text_or_null("repository_url")?,
+            branch: row.text_or_null("branch")?,
+            deployment_mode: row.name("deployment_mode")?,
+            lifecycle: row.name("lifecycle")?,
+            status: row.name("status")?,
+            created_at: row.time("created_at")?,
+            last_used_at: row.time("last_used_at")?,
+            expires_at: row.time_or_null("expires_at")?,
+            resource_limits: row.json("resource_limits")?,
+            snapshot_id: row.text_or_null("snapshot_id")?,
+            mcp_config: row.json_or_null("mcp_config")?,
+            metadata: Value::Object(metadata),
+            placement: row.json_or_null("placement")?,
+        };
+        Ok(Self {
+            workspace,
+            image,
+            network,
+            ttl_seconds: row.unsigned_or_null("ttl_seconds")?,
+            error,
+        })
+    }
+}
+
+/// When a workspace that is used `now` expires.
+pub(crate) fn expiry(now: DateTime<Utc>, ttl_seconds: Option<u64>) -> Option<DateTime<Utc>> {
+    let seconds = i64::try_from(ttl_seconds?).ok()?;
+    now.checked_add_signed(TimeDelta::try_seconds(seconds)?)
+}

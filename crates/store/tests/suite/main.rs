@@ -1,0 +1,98 @@
+//! The store's suite: written once, run on both engines.
+//!
+//! On SQLite each case is a test of its own. On PostgreSQL one test runs them all, each in a fresh database of one
+//! cluster, as test runners that give each test a process would otherwise start a cluster for each.
+
+// A test fails by panicking.
+#![allow(clippy::unwrap_used)]
+
+mod audit;
+mod durability;
+mod expiry;
+mod opening;
+mod support;
+mod tokens;
+mod workspaces;
+
+macro_rules! both_engines {
+    ($($module:ident: $($case:ident),* $(,)?;)*) => {
+        mod sqlite {
+            $($(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $case() {
+                    crate::$module::$case(crate::support::TestDb::sqlite().await).await;
+                }
+            )*)*
+        }
+
+        mod postgres {
+            use emergent_test_support::postgres::TestPostgres;
+
+            use crate::support::TestDb;
+
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn every_case() {
+                let cluster = TestPostgres::start();
+                let mut failed = Vec::new();
+                $($(
+                    let db = TestDb::postgres(&cluster).await;
+                    if tokio::spawn(crate::$module::$case(db)).await.is_err() {
+                        failed.push(concat!(stringify!($module), "::", stringify!($case)));
+                    }
+                )*)*
+                assert!(failed.is_empty(), "failed on PostgreSQL: {failed:#?}");
+            }
+        }
+    };
+}
+
+both_engines! {
+    workspaces:
+        a_row_comes_back_as_it_was_written,
+        of_200_inserts_at_once_the_limit_lets_10_in,
+        the_limit_counts_live_agent_workspaces_only,
+        an_id_is_used_once_and_a_session_must_exist,
+        pages_neither_repeat_nor_skip_rows_of_one_time,
+        lists_are_filtered,
+        one_of_many_transitions_wins,
+        a_workspace_that_is_destroyed_never_comes_back,
+        an_error_is_kept_until_ready,
+        metadata_is_merged_without_losing_fields,
+        recovery_sees_what_is_in_a_status,
+        active_workspaces_are_counted_by_provider,
+        an_environment_opens_with_its_row_and_key_only,
+        a_damaged_column_is_named,
+        text_with_nul_is_stored;
+    expiry:
+        use_extends_the_life_and_never_moves_back,
+        a_use_beats_the_sweep,
+        only_what_is_overdue_and_idle_expires;
+    tokens:
+        a_token_is_shown_once_and_verified,
+        expired_and_revoked_tokens_are_refused,
+        a_name_is_used_once_at_a_time,
+        a_workspaces_tokens_go_with_it,
+        last_use_is_written_once_a_minute;
+    audit:
+        rows_appended_at_once_form_one_chain,
+        odd_values_keep_their_hash,
+        a_changed_row_is_found,
+        a_removed_row_is_found,
+        swapped_rows_are_found,
+        a_cut_tail_is_found,
+        a_lost_head_is_found,
+        an_extra_row_is_found,
+        pages_are_filtered;
+    opening:
+        opening_again_changes_nothing,
+        a_newer_database_is_refused,
+        another_builds_database_is_refused,
+        servers_that_start_at_once_take_turns,
+        the_installation_id_is_made_once,
+        the_sealing_key_is_checked,
+        settings_come_back,
+        a_closed_store_refuses_calls;
+    durability:
+        what_was_answered_survives_a_kill,
+        a_call_that_is_dropped_blocks_nobody;
+}

@@ -1,0 +1,240 @@
+//! A PostgreSQL cluster for one test process.
+//!
+//! It has its own directory, Unix socket and TCP port on the loopback address; each test takes a fresh database
+//! in it. Nothing is left afterwards, even when the test process is killed: the cluster belongs to a small shell
+//! script (`postgres.sh`) that waits for the end of its standard input, a pipe which only the test process
+//! holds open, then stops PostgreSQL and removes the directory.
+//!
+//! Functions here panic on failure, as assertions in tests do.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::{env, fs};
+
+const SCRIPT: &str = include_str!("postgres.sh");
+/// Somebody else may take a free port before PostgreSQL does.
+const PORTS_TO_TRY: usize = 10;
+
+/// A running cluster. Dropping it stops PostgreSQL and removes its files.
+#[derive(Debug)]
+pub struct TestPostgres {
+    keeper: Child,
+    /// Open for as long as the cluster shall run.
+    leash: Option<ChildStdin>,
+    bin: PathBuf,
+    directory: PathBuf,
+    port: u16,
+    databases: AtomicU32,
+}
+
+impl TestPostgres {
+    /// Starts a cluster, which takes one or two seconds.
+    pub fn start() -> Self {
+        let bin = find_programs();
+        let mut keeper = Command::new("sh")
+            .args(["-c", SCRIPT, "emergent-test-postgres"])
+            .arg(&bin)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            // It outlives the test process for a moment; test runners wait for all who hold their end.
+            .stderr(Stdio::null())
+            // A terminal's or test runner's signal to the test's group must not stop the cleaning.
+            .process_group(0)
+            .spawn()
+            .expect("sh starts");
+        let leash = keeper.stdin.take();
+        let mut answers = Answers(BufReader::new(
+            keeper.stdout.take().expect("standard output is piped"),
+        ));
+        let mut cluster = Self {
+            keeper,
+            leash,
+            bin,
+            directory: PathBuf::new(),
+            port: 0,
+            databases: AtomicU32::new(0),
+        };
+        cluster.directory = answers
+            .next("directory ")
+            .expect("PostgreSQL's initdb works")
+            .into();
+        let leash = cluster.leash.as_mut().expect("standard input is piped");
+        for _ in 0..PORTS_TO_TRY {
+            cluster.port = free_port();
+            writeln!(leash, "{}", cluster.port).expect("the script reads its input");
+            if answers.next("re").as_deref() == Some("ady") {
+                return cluster;
+            }
+        }
+        panic!("PostgreSQL did not start on any of {PORTS_TO_TRY} ports");
+    }
+
+    /// The cluster of this test process, started by the first caller. It goes when the process ends.
+    pub fn shared() -> &'static Self {
+        static SHARED: OnceLock<TestPostgres> = OnceLock::new();
+        SHARED.get_or_init(Self::start)
+    }
+
+    /// Makes an empty database and gives its URL.
+    pub fn fresh_database(&self) -> String {
+        let number = self.databases.fetch_add(1, Ordering::Relaxed);
+        let name = format!("test_{number}");
+        let create = |options: &[&str]| {
+            Command::new(self.bin.join("createdb"))
+                .args(options)
+                .arg("-h")
+                .arg(&self.directory)
+                .args(["-p", &self.port.to_string(), "-U", "emergent", &name])
+                .stdin(Stdio::null())
+                .output()
+                .expect("createdb starts")
+        };
+        // Without fsync three times as fast as the default; PostgreSQL 14 has no choice.
+        if !create(&["--strategy=file_copy"]).status.success() {
+            let made = create(&[]);
+            assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        }
+        format!("postgres://emergent@127.0.0.1:{}/{name}", self.port)
+    }
+
+    /// The directory with the cluster's files and its Unix socket.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The TCP port on the loopback address.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Drop for TestPostgres {
+    fn drop(&mut self) {
+        drop(self.leash.take());
+        // The script ends when everything is gone.
+        let _ = self.keeper.wait();
+    }
+}
+
+/// What the script says.
+struct Answers(BufReader<ChildStdout>);
+
+impl Answers {
+    /// The rest of the next line that begins with `prefix`; lines before it are shown.
+    fn next(&mut self, prefix: &str) -> Option<String> {
+        for line in self.0.by_ref().lines() {
+            let line = line.ok()?;
+            if let Some(rest) = line.strip_prefix(prefix) {
+                return Some(rest.to_owned());
+            }
+            eprintln!("postgres: {line}");
+        }
+        None
+    }
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a free port");
+    listener
+        .local_addr()
+        .expect("a bound socket has an address")
+        .port()
+}
+
+/// The directory of PostgreSQL's programs: Debian's, newest version first, or one on `PATH`.
+fn find_programs() -> PathBuf {
+    let complete = |directory: &PathBuf| {
+        ["initdb", "postgres", "pg_isready", "createdb"]
+            .iter()
+            .all(|program| directory.join(program).exists())
+    };
+    let mut versions: Vec<(u32, PathBuf)> = fs::read_dir("/usr/lib/postgresql")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            Some((
+                entry.file_name().to_str()?.parse().ok()?,
+                entry.path().join("bin"),
+            ))
+        })
+        .collect();
+    versions.sort_unstable_by(|a, b| b.cmp(a));
+    let path = env::var_os("PATH").unwrap_or_default();
+    versions
+        .into_iter()
+        .map(|(_, directory)| directory)
+        .chain(env::split_paths(&path))
+        .find(complete)
+        .expect("PostgreSQL is installed (Debian: apt-get install postgresql)")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// The process id of a cluster's PostgreSQL.
+    fn server_process(directory: &Path) -> PathBuf {
+        let text = fs::read_to_string(directory.join("data/postmaster.pid")).unwrap();
+        Path::new("/proc").join(text.lines().next().unwrap())
+    }
+
+    #[test]
+    fn a_dropped_cluster_leaves_nothing() {
+        let cluster = TestPostgres::start();
+        let directory = cluster.directory().to_owned();
+        let server = server_process(&directory);
+        assert_ne!(cluster.fresh_database(), cluster.fresh_database());
+        assert!(directory.is_dir() && server.exists());
+        drop(cluster);
+        assert!(!directory.exists() && !server.exists());
+    }
+
+    /// Run by the next test, in a process of its own.
+    #[test]
+    #[ignore = "waits to be killed"]
+    fn waits_with_a_cluster() {
+        let cluster = TestPostgres::start();
+        println!("\ndirectory {}", cluster.directory().display());
+        loop {
+            thread::park();
+        }
+    }
+
+    #[test]
+    fn a_killed_test_leaves_nothing() {
+        let mut child = Command::new(env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "postgres::tests::waits_with_a_cluster",
+                "--ignored",
+                "--nocapture",
+            ])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut answers = Answers(BufReader::new(child.stdout.take().unwrap()));
+        let directory = PathBuf::from(answers.next("directory ").unwrap());
+        let server = server_process(&directory);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let start = Instant::now();
+        while directory.exists() || server.exists() {
+            assert!(
+                start.elapsed() < Duration::from_secs(60),
+                "{} is left",
+                directory.display()
+            );
+            thread::yield_now();
+        }
+    }
+}

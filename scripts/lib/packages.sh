@@ -1,0 +1,81 @@
+# shellcheck shell=bash
+# Which packages are missing for which goal. A package is asked for by what it brings (a command, a
+# file), so that a tool installed in another way counts.
+
+# "PACKAGE COMMAND" for building and running the server.
+readonly run_commands='
+gcc cc
+git git
+curl curl
+jq jq
+iptables iptables
+iptables ip6tables
+e2fsprogs mke2fs
+mount losetup
+util-linux unshare
+'
+
+# … and for the tests.
+readonly test_commands='
+ripgrep rg
+shellcheck shellcheck
+util-linux runuser
+'
+
+# missing_commands TABLE: packages whose command is not there.
+missing_commands() {
+    local package command
+    while read -r package command; do
+        [ -z "$package" ] || have "$command" || echo "$package"
+    done <<<"$1"
+}
+
+# What no command stands for.
+missing_files() {
+    [ -e /usr/include/stdio.h ] || echo libc6-dev
+    [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
+}
+
+# The kernel confines containers by AppArmor, and the engine then needs its parser.
+missing_apparmor() {
+    if [ "$(cat /sys/module/apparmor/parameters/enabled 2>/dev/null)" = Y ] && ! have apparmor_parser; then
+        echo apparmor
+    fi
+}
+
+has_postgresql() { have postgres || compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null; }
+
+has_http_backend() { have git && [ -x "$(git --exec-path)/git-http-backend" ]; }
+
+# missing_packages GOAL, sorted, without duplicates. Reads the engine's state (engine.sh).
+missing_packages() {
+    {
+        missing_commands "$run_commands"
+        missing_files
+        if ! engine_answers; then
+            have dockerd || echo docker.io
+            missing_apparmor
+        fi
+        have docker || echo docker.io
+        if engine_is_local && [ -z "$engine_runsc" ]; then have runsc || echo runsc; fi
+        if ! workspace_image_is_current && ! workspace_image_is_cached; then have debootstrap || echo debootstrap; fi
+        if [ "$1" = test ]; then
+            missing_commands "$test_commands"
+            has_postgresql || echo postgresql
+            has_http_backend || echo git
+        fi
+    } | sort -u
+}
+
+ensure_packages() {
+    local packages
+    mapfile -t packages < <(missing_packages "$1")
+    [ ${#packages[@]} -gt 0 ] || return 0
+    have apt-get || die "these Debian packages, or what your system calls them, are missing: ${packages[*]}" \
+        'Install them and run this again.' \
+        'docker.io: a Docker engine (https://docs.docker.com/engine/install/)' \
+        'runsc: gVisor (https://gvisor.dev/docs/user_guide/install/)'
+    need_root "Installing packages"
+    step "installing ${packages[*]}" apt_install "${packages[@]}"
+    hash -r
+}
