@@ -28,7 +28,8 @@ fn main() {
 }
 
 fn build(output: &Path) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace exists");
+    let root =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace exists");
     for source in SOURCES {
         println!("cargo::rerun-if-changed={}", root.join("crates").join(source).display());
     }

@@ -1,2 +1,97 @@
-//! -
-fn main() {}
+//! `emergent`: the server, its client, and a doctor for the machine, in one binary.
+//!
+//! This file only chooses what runs. Every command returns the exit code it wants; an error becomes one line on
+//! stderr and exit code 1 (2 is clap's, for a command line that can't be understood).
+//!
+//! ```text
+//! args        the command line            workspace/  the client's commands for workspaces and their tools
+//! client      REST calls                  token, audit
+//! sse         streamed answers            serve       the server
+//! pick        short ids                   doctor/     what works on this machine
+//! output, json, values, progress          how things are written and read
+//! ```
+
+mod args;
+mod audit;
+mod client;
+mod connection;
+mod context;
+mod doctor;
+mod json;
+mod output;
+mod pick;
+mod progress;
+mod serve;
+mod sse;
+mod token;
+mod values;
+mod workspace;
+
+use std::future::Future;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, Result};
+use clap::{CommandFactory, Parser};
+
+use crate::args::{Cli, Command};
+use crate::client::ApiError;
+use crate::output::StdoutClosed;
+
+/// What a program gives that died of SIGPIPE, as it would have without our handling.
+const EXIT_STDOUT_CLOSED: u8 = 141;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let json = cli.command.wants_json();
+    match run(cli.command) {
+        Ok(code) => ExitCode::from(code),
+        Err(error) if error.chain().any(|cause| cause.is::<StdoutClosed>()) => {
+            ExitCode::from(EXIT_STDOUT_CLOSED)
+        }
+        Err(error) => {
+            report(&error, json);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<u8> {
+    match command {
+        Command::Serve(args) => serve::run(&args),
+        Command::Doctor(args) => block_on(doctor::run(args)),
+        Command::Workspace(args) => block_on(workspace::run(args)),
+        Command::Token(args) => block_on(token::run(args)),
+        Command::Audit(args) => block_on(audit::run(args)),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "emergent", &mut script);
+            output::bytes(&script)?;
+            Ok(0)
+        }
+    }
+}
+
+/// Client commands do one thing at a time: one thread is enough, and starts faster.
+fn block_on(work: impl Future<Output = Result<u8>>) -> Result<u8> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("can't start the runtime")?;
+    let result = runtime.block_on(work);
+    // A blocking thread that hangs (a dead file system, say) must not keep the command from ending.
+    runtime.shutdown_background();
+    result
+}
+
+/// One line for people on stderr; with `--json` the server's own words on stdout for the program that reads it.
+fn report(error: &anyhow::Error, json: bool) {
+    let refused = error.downcast_ref::<ApiError>();
+    if let (true, Some(body)) = (json, refused.and_then(|refused| refused.body.as_ref())) {
+        // Whoever reads stdout may be gone; the exit code says the rest.
+        let _ = output::line(json::pretty(body));
+    }
+    output::note(format_args!("error: {}", output::printable(&format!("{error:#}"))));
+    if let Some(hint) = refused.and_then(|refused| refused.hint.as_ref()) {
+        output::note(format_args!("hint: {hint}"));
+    }
+}

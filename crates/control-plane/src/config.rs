@@ -183,7 +183,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 13] = [
+const VARIABLES: [(&str, &str); 14] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -197,23 +197,26 @@ const VARIABLES: [(&str, &str); 13] = [
     ("WORKSPACE_MAX_CONCURRENT", "workspaces.max_concurrent"),
     ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
     ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),
+    ("EMERGENT_TLS_KEY", "tls.key"),
 ];
 
 impl Settings {
     /// Reads `file` (or `emergent.toml` in the working directory, when there is one), the environment and the flags.
     pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Self, ConfigError> {
         let mut figment = Figment::from(Serialized::defaults(Settings::default()));
+        let beside = Path::new("emergent.toml");
         match file {
             Some(path) if !path.exists() => return Err(ConfigError::NoFile(path.to_owned())),
             Some(path) => figment = figment.merge(Toml::file_exact(path)),
-            None => figment = figment.merge(Toml::file_exact("emergent.toml")),
+            None if beside.exists() => figment = figment.merge(Toml::file_exact(beside)),
+            None => {}
         }
         for (variable, key) in VARIABLES {
             figment = figment.merge(Env::raw().only(&[variable]).map(move |_| key.into()).split("."));
         }
-        figment = figment.merge(Env::raw().only(&["EMERGENT_TLS_KEY"]).map(|_| "tls.key".into()).split("."));
         figment = figment.merge(Serialized::defaults(overrides));
-        let mut settings: Settings = figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
+        let mut settings: Settings =
+            figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
         settings.providers.allow_docker |= overrides.allow_docker;
         settings.check()?;
         Ok(settings)

@@ -34,7 +34,11 @@ pub(crate) fn render(description: &Value) -> String {
     }
     page += "<h2>types</h2>";
     for (name, schema) in entries(&description["components"]["schemas"]) {
-        page += &format!("<details id=\"{0}\"><summary><code>{0}</code></summary>{1}</details>", escape(name), schema_details(schema));
+        page += &format!(
+            "<details id=\"{0}\"><summary><code>{0}</code></summary>{1}</details>",
+            escape(name),
+            schema_details(schema)
+        );
     }
     page + "</body></html>"
 }
@@ -62,20 +66,26 @@ fn operation_details(description: &Value, path: &str, method: &str, operation: &
         details += "</table>";
     }
     if let Some(name) = reference(body) {
-        details += &format!("<p>Body: {}</p>{}", link(name), schema_details(&description["components"]["schemas"][name]));
+        details += &format!(
+            "<p>Body: {}</p>{}",
+            link(name),
+            schema_details(&description["components"]["schemas"][name])
+        );
     }
     details += "<p>Answers:</p><ul>";
     for (status, response) in entries(&operation["responses"]) {
         let schema = &response["content"]["application/json"]["schema"];
         let body = reference(schema).map(link).unwrap_or_default();
-        details += &format!("<li><code>{}</code> {body} {}</li>", escape(status), text(&response["description"]));
+        details +=
+            &format!("<li><code>{}</code> {body} {}</li>", escape(status), text(&response["description"]));
     }
     details + "</ul></details>"
 }
 
 fn schema_details(schema: &Value) -> String {
     let mut details = format!("<p>{}</p>", text(&schema["description"]));
-    let required: Vec<&str> = schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let required: Vec<&str> =
+        schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     let properties: Vec<(&String, &Value)> = entries(&schema["properties"]).collect();
     if !properties.is_empty() {
         details += "<table><tr><th>field</th><th>type</th><th></th></tr>";
@@ -90,7 +100,8 @@ fn schema_details(schema: &Value) -> String {
         }
         details += "</table>";
     }
-    let values: Vec<&str> = schema["enum"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let values: Vec<&str> =
+        schema["enum"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
     if !values.is_empty() {
         details += &format!("<p>One of: <code>{}</code></p>", escape(&values.join(", ")));
     }
@@ -102,13 +113,19 @@ fn type_of(schema: &Value) -> String {
         return link(name);
     }
     if let Some(options) = schema["oneOf"].as_array() {
-        return options.iter().filter(|option| option["type"] != "null").map(type_of).collect::<Vec<_>>().join(" or ");
+        return options
+            .iter()
+            .filter(|option| option["type"] != "null")
+            .map(type_of)
+            .collect::<Vec<_>>()
+            .join(" or ");
     }
     match &schema["type"] {
         Value::String(name) if name == "array" => format!("list of {}", type_of(&schema["items"])),
         Value::String(name) => escape(name),
         Value::Array(names) => {
-            let names: Vec<&str> = names.iter().filter_map(Value::as_str).filter(|name| *name != "null").collect();
+            let names: Vec<&str> =
+                names.iter().filter_map(Value::as_str).filter(|name| *name != "null").collect();
             escape(&names.join(" or "))
         }
         _ => String::new(),

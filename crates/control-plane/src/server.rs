@@ -115,6 +115,9 @@ pub async fn serve(
     };
     store.check_key(&key).await?;
     let installation = store.installation_id().await?;
+    // For operators: everything this server makes outside its database carries this id as a label.
+    write_private(&data_dir.join("installation-id"), &installation.to_string())
+        .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let first_start = ensure_admin_token(&store, &data_dir).await?;
     let providers = providers(&settings, &data_dir, installation)?;
     let audit = Audit::start(store.clone());
@@ -124,7 +127,8 @@ pub async fn serve(
     let listener = TcpListener::bind(settings.listen)
         .await
         .map_err(|source| ServeError::Listen { address: settings.listen, source })?;
-    let address = listener.local_addr().map_err(|source| ServeError::Listen { address: settings.listen, source })?;
+    let address =
+        listener.local_addr().map_err(|source| ServeError::Listen { address: settings.listen, source })?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let running = Running { url: format!("{scheme}://{address}"), data_dir: data_dir.clone(), first_start };
     write_private(&data_dir.join("server-url"), &running.url)
@@ -252,7 +256,12 @@ fn metrics_handle() -> PrometheusHandle {
 }
 
 /// Accepts connections until `shutdown`, then lets the requests in progress end.
-async fn accept(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router, shutdown: impl Future<Output = ()>) {
+async fn accept(
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    router: Router,
+    shutdown: impl Future<Output = ()>,
+) {
     let graceful = GracefulShutdown::new();
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let mut shutdown = pin!(shutdown);

@@ -12,7 +12,9 @@ use crate::config::TlsSettings;
 
 /// What accepts TLS connections, when the settings name a certificate.
 pub(crate) fn acceptor(settings: &TlsSettings) -> Result<Option<TlsAcceptor>, String> {
-    let (Some(certificate), Some(key)) = (&settings.certificate, &settings.key) else { return Ok(None) };
+    let (Some(certificate), Some(key)) = (&settings.certificate, &settings.key) else {
+        return Ok(None);
+    };
     let named = |path: &Path, error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let chain: Vec<CertificateDer<'static>> = CertificateDer::pem_file_iter(certificate)
         .and_then(Iterator::collect)

@@ -51,6 +51,8 @@ impl Agent {
             stopping: Mutex::default(),
         });
         let _ = std::fs::create_dir_all(WORKSPACE_DIR);
+        // A new disk's own directory; what expects an empty workspace must find one.
+        let _ = std::fs::remove_dir(std::path::Path::new(WORKSPACE_DIR).join("lost+found"));
         let reaper = Arc::clone(&agent.reaper);
         workers::spawn_thread("reaper", move || reaper.run());
         let guarded = Arc::clone(&agent);

@@ -86,10 +86,15 @@ impl Operations {
     }
 
     /// Starts a command in the background.
-    pub(crate) fn start(&self, agent: &Arc<Agent>, message: &BashCall) -> Result<OperationAnswer, ErrorDetail> {
+    pub(crate) fn start(
+        &self,
+        agent: &Arc<Agent>,
+        message: &BashCall,
+    ) -> Result<OperationAnswer, ErrorDetail> {
         message.request.validate()?;
         let id = message.operation_id;
-        let wake = Wake::new().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
+        let wake =
+            Wake::new().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
         let operation = Arc::new(Operation {
             stop: AtomicBool::new(false),
             wake: Arc::new(wake),
@@ -108,7 +113,8 @@ impl Operations {
         let begin = || -> Result<_, ErrorDetail> {
             let directory = output::make_directory(id).map_err(|error| cannot_save(&error))?;
             let file = File::create(directory.join("log")).map_err(|error| cannot_save(&error))?;
-            save_state(&directory, &State { running: true, ..State::default() }).map_err(|error| cannot_save(&error))?;
+            save_state(&directory, &State { running: true, ..State::default() })
+                .map_err(|error| cannot_save(&error))?;
             let oom = OomCheck::begin(&agent.memory);
             Ok((directory, file, oom, bash::start(agent, &message.request)?))
         };
@@ -123,9 +129,10 @@ impl Operations {
             let (pid, tag) = (started.pid, started.tag.clone());
             let outcome = started.run(&mut sink, timeout, &followed.stop, &followed.wake, &agent.drain);
             let (exit_code, signal) = bash::describe_end(outcome.ended, outcome.stopped);
-            let victim = oom.victim(&agent.memory, pid, &tag, outcome.ended);
+            let victim = oom.victim(&agent.memory, pid, &tag);
             let mut progress = followed.progress.lock().unwrap_or_else(PoisonError::into_inner);
-            let dropped = (progress.dropped > 0).then(|| format!("{} bytes of output were not saved", progress.dropped));
+            let dropped = (progress.dropped > 0)
+                .then(|| format!("{} bytes of output were not saved", progress.dropped));
             let state = State {
                 running: false,
                 exit_code,
@@ -148,7 +155,9 @@ impl Operations {
 
     /// A command that ended stays known until its state is on disk and can be read from there.
     fn forget_later(&self, id: OperationId, operation: &Operation) {
-        if read_state(&output::directory_of(id)).is_some_and(|state| !state.running) || self.count() > MAX_RUNNING / 2 {
+        if read_state(&output::directory_of(id)).is_some_and(|state| !state.running)
+            || self.count() > MAX_RUNNING / 2
+        {
             self.running().remove(&id);
         }
         operation.changed.notify_all();
@@ -157,7 +166,9 @@ impl Operations {
     /// Ends a command in the background and answers when it has ended.
     pub(crate) fn kill(&self, id: OperationId) -> Result<OperationAnswer, ErrorDetail> {
         let found = self.running().get(&id).cloned();
-        let Some(operation) = found else { return stored(id).map(|(_, answer)| answer) };
+        let Some(operation) = found else {
+            return stored(id).map(|(_, answer)| answer);
+        };
         operation.stop.store(true, Ordering::SeqCst);
         operation.wake.set();
         let mut progress = operation.progress.lock().unwrap_or_else(PoisonError::into_inner);
@@ -169,7 +180,11 @@ impl Operations {
     }
 
     /// Sends output from an offset on, and how the command stands.
-    pub(crate) fn attach(&self, call: &Arc<Call>, message: &AttachCall) -> Result<OperationAnswer, ErrorDetail> {
+    pub(crate) fn attach(
+        &self,
+        call: &Arc<Call>,
+        message: &AttachCall,
+    ) -> Result<OperationAnswer, ErrorDetail> {
         let id = message.operation_id;
         let found = self.running().get(&id).cloned();
         let (live, mut progress, mut answer) = match &found {
@@ -223,7 +238,8 @@ impl Operation {
         match &progress.state {
             Some(state) => state.answer(id),
             None => {
-                let running = State { running: true, duration_ms: millis(self.begun.elapsed()), ..State::default() };
+                let running =
+                    State { running: true, duration_ms: millis(self.begun.elapsed()), ..State::default() };
                 running.answer(id)
             }
         }
@@ -250,7 +266,13 @@ impl State {
 }
 
 /// Sends the file's bytes from `offset` up to `most` or its end, by stream, and returns where it stopped.
-fn send_from(call: &Call, file: &File, progress: &Progress, offset: u64, most: u64) -> Result<u64, ErrorDetail> {
+fn send_from(
+    call: &Call,
+    file: &File,
+    progress: &Progress,
+    offset: u64,
+    most: u64,
+) -> Result<u64, ErrorDetail> {
     let mut offset = offset;
     let mut buffer = vec![0_u8; CHUNK_BYTES];
     let end = progress.length.min(most);

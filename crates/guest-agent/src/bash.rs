@@ -16,7 +16,11 @@ use crate::output::Collected;
 use crate::reaper::{Ended, signal_name};
 
 /// Runs a command to its end.
-pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: &BashCall) -> Result<BashAnswer, ErrorDetail> {
+pub(crate) fn run(
+    agent: &Arc<Agent>,
+    call: &Arc<Call>,
+    message: &BashCall,
+) -> Result<BashAnswer, ErrorDetail> {
     let request = &message.request;
     request.validate()?;
     let oom = OomCheck::begin(&agent.memory);
@@ -43,7 +47,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: &BashCall) -> R
     if outcome.stopped == Some(Stopped::Cancelled) {
         return Err(cancelled());
     }
-    if let Some(note) = oom.victim(&agent.memory, pid, &tag, outcome.ended) {
+    if let Some(note) = oom.victim(&agent.memory, pid, &tag) {
         answer.oom_killed = true;
         answer.notes.push(note);
     }

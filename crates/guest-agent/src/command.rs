@@ -100,6 +100,7 @@ pub(crate) fn start(
         command.pre_exec(|| {
             libc::setsid();
             unblock_signals();
+            restore_stack_limit();
             become_first_victim();
             Ok(())
         });
@@ -122,6 +123,19 @@ fn unblock_signals() {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+    }
+}
+
+/// The agent itself runs with a small stack; its children get the usual one.
+fn restore_stack_limit() {
+    const USUAL_BYTES: libc::rlim_t = 8 << 20;
+    // SAFETY: both calls only read and write the limit on this stack; async-signal-safe.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) == 0 && limit.rlim_cur < USUAL_BYTES {
+            limit.rlim_cur = USUAL_BYTES.min(limit.rlim_max);
+            libc::setrlimit(libc::RLIMIT_STACK, &raw const limit);
+        }
     }
 }
 
@@ -222,7 +236,9 @@ impl Started {
     fn wait(&self, take_output: bool, wake: &Arc<Wake>, deadline: Option<Instant>) {
         let mut fds = vec![PollFd::new(wake, PollFlags::IN)];
         if take_output {
-            fds.extend([&self.stdout, &self.stderr].into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)));
+            fds.extend(
+                [&self.stdout, &self.stderr].into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)),
+            );
         }
         let timeout = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());

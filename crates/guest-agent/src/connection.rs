@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use emergent_guest_protocol::{
-    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, PROTOCOL_VERSION, ProtocolError, Receiver, encode_header,
+    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, PROTOCOL_VERSION, ProtocolError, Receiver,
+    encode_header,
 };
 use emergent_wire::{ErrorCode, ErrorDetail};
 
@@ -40,7 +41,12 @@ struct Calls {
 }
 
 /// Serves a channel on a thread of its own. `keep` is dropped when the channel ends.
-pub(crate) fn serve_in_background(agent: &Arc<Agent>, input: OwnedFd, output: OwnedFd, keep: Option<OwnedFd>) {
+pub(crate) fn serve_in_background(
+    agent: &Arc<Agent>,
+    input: OwnedFd,
+    output: OwnedFd,
+    keep: Option<OwnedFd>,
+) {
     if CONNECTIONS.fetch_add(1, Ordering::SeqCst) >= MAX_CONNECTIONS {
         CONNECTIONS.fetch_sub(1, Ordering::SeqCst);
         log("a channel was refused: too many are open");
@@ -64,7 +70,11 @@ pub(crate) fn serve(agent: &Arc<Agent>, input: &OwnedFd, output: OwnedFd) {
     }
 }
 
-fn read_frames(agent: &Arc<Agent>, connection: &Arc<Connection>, input: &OwnedFd) -> Result<(), ProtocolError> {
+fn read_frames(
+    agent: &Arc<Agent>,
+    connection: &Arc<Connection>,
+    input: &OwnedFd,
+) -> Result<(), ProtocolError> {
     let mut decoder = Decoder::new(Receiver::Guest);
     let mut buffer = vec![0_u8; READ_BYTES];
     let mut greeted = false;
@@ -120,12 +130,18 @@ impl Connection {
         }
         let Some(call) = self.calls().open.get(&id).cloned() else {
             // Frames for a call that just ended crossed its last frame on the way.
-            return if id <= self.calls().newest { Ok(()) } else { Err(ProtocolError::UnknownCall(kind, id)) };
+            return if id <= self.calls().newest {
+                Ok(())
+            } else {
+                Err(ProtocolError::UnknownCall(kind, id))
+            };
         };
         match kind {
             Kind::Input => call.push_input(frame.payload).map_err(|_| ProtocolError::OverCredit(id)),
             Kind::InputEnd => call.end_input().map_err(|_| ProtocolError::UnknownCall(kind, id)),
-            Kind::Credit => call.grant_output(frame.credit_amount()).map_err(|_| ProtocolError::OverCredit(id)),
+            Kind::Credit => {
+                call.grant_output(frame.credit_amount()).map_err(|_| ProtocolError::OverCredit(id))
+            }
             _ => {
                 call.cancel();
                 Ok(())
@@ -191,7 +207,10 @@ impl Connection {
         self.calls().open.remove(&id);
         let frame = result.and_then(|payload| {
             Frame::checked(Kind::Result, id, payload).map_err(|_| {
-                ErrorDetail::new(ErrorCode::TooLarge, "the answer is too large to send: ask for less, e.g. by a limit")
+                ErrorDetail::new(
+                    ErrorCode::TooLarge,
+                    "the answer is too large to send: ask for less, e.g. by a limit",
+                )
             })
         });
         let frame = frame.or_else(|error| Frame::message(Kind::Error, id, &error)).unwrap_or_else(|_| {

@@ -28,12 +28,15 @@ struct Measured {
 impl Watch {
     /// Refuses when the workspace is over a limit that the agent must watch.
     pub(crate) fn refuse_if_full(&self, agent: &Agent) -> Result<(), ErrorDetail> {
-        let Some(limit) = agent.configuration().watched_disk_bytes else { return Ok(()) };
+        let Some(limit) = agent.configuration().watched_disk_bytes else {
+            return Ok(());
+        };
         let used = self.used();
         if used < limit {
             return Ok(());
         }
-        let message = format!("the workspace's disk is full: {used} of {limit} bytes are used; remove files to go on");
+        let message =
+            format!("the workspace's disk is full: {used} of {limit} bytes are used; remove files to go on");
         // Removing files must stay possible, so only the tools that write refuse.
         Err(ErrorDetail::new(ErrorCode::DiskFull, message))
     }

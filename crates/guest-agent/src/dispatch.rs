@@ -12,18 +12,21 @@ use serde::Serialize;
 
 use crate::agent::Agent;
 use crate::call::Call;
-use crate::{bash, disk, git, procfs};
+use crate::{bash, disk, git, procfs, workers};
 
 /// Runs a call to its end and sends its answer.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
     let context = agent.context();
     let cancel = &call.cancelled;
+    let is_command = matches!(message, GuestCall::Bash(_));
     let answer = match message {
         GuestCall::Configure(configuration) => {
             agent.configure(configuration);
             json(Ok(Empty {}))
         }
-        GuestCall::Bash(message) if message.request.background => json(agent.operations.start(agent, &message)),
+        GuestCall::Bash(message) if message.request.background => {
+            json(agent.operations.start(agent, &message))
+        }
         GuestCall::Bash(message) => json(bash::run(agent, call, &message)),
         GuestCall::Attach(message) => json(agent.operations.attach(call, &message)),
         GuestCall::KillOperation(message) => json(agent.operations.kill(message.operation_id)),
@@ -33,8 +36,8 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         GuestCall::Edit(request) => {
             json(agent.disk.refuse_if_full(agent).and_then(|()| edit::edit(&context, &request, cancel)))
         }
-        GuestCall::Glob(request) => json(glob::glob(&context, &request, cancel)),
-        GuestCall::Grep(request) => json(grep::grep(&context, &request, cancel)),
+        GuestCall::Glob(request) => json(search(|| glob::glob(&context, &request, cancel))),
+        GuestCall::Grep(request) => json(search(|| grep::grep(&context, &request, cancel))),
         GuestCall::Git(request) => json(git::run(agent, call, &request)),
         GuestCall::Usage(()) => json(Ok(usage(agent))),
         GuestCall::Shutdown(message) => {
@@ -43,10 +46,21 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         }
     };
     call.finish(answer);
+    if is_command {
+        // After the command and not beside it: they would compete for the CPU.
+        agent.shells.refill(agent);
+    }
 }
 
 #[derive(Serialize)]
 struct Empty {}
+
+fn search<T: Send>(body: impl FnOnce() -> Result<T, ErrorDetail> + Send) -> Result<T, ErrorDetail> {
+    workers::on_large_stack(body).unwrap_or_else(|| {
+        let message = "the sandbox can't start another thread: end some of its processes";
+        Err(ErrorDetail::new(ErrorCode::LimitReached, message))
+    })
+}
 
 fn json<T: Serialize>(answer: Result<T, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {
     serde_json::to_vec(&answer?).map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string()))

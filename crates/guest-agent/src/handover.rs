@@ -10,7 +10,8 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
 
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
 };
 
 use crate::agent::Agent;
@@ -37,7 +38,9 @@ pub(crate) fn accept_for_ever(agent: &Arc<Agent>, listener: &UnixListener) {
             continue;
         };
         match receive(&socket) {
-            Some((input, output)) => connection::serve_in_background(agent, input, output, Some(socket.into())),
+            Some((input, output)) => {
+                connection::serve_in_background(agent, input, output, Some(socket.into()));
+            }
             None => log("a channel was refused: it handed nothing over"),
         }
     }
@@ -48,7 +51,8 @@ fn receive(socket: &UnixStream) -> Option<(OwnedFd, OwnedFd)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0_u8; 1];
-    rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
+    rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)
+        .ok()?;
     let mut descriptors = control.drain().flat_map(|message| match message {
         RecvAncillaryMessage::ScmRights(rights) => rights.collect::<Vec<_>>(),
         _ => Vec::new(),
@@ -58,7 +62,8 @@ fn receive(socket: &UnixStream) -> Option<(OwnedFd, OwnedFd)> {
 
 /// Hands standard input and output to the agent and waits until the channel has ended.
 pub(crate) fn connect() -> Result<(), String> {
-    let mut socket = UnixStream::connect_addr(&address()?).map_err(|error| format!("no agent runs here: {error}"))?;
+    let mut socket =
+        UnixStream::connect_addr(&address()?).map_err(|error| format!("no agent runs here: {error}"))?;
     let (stdin, stdout) = (rustix::stdio::stdin(), rustix::stdio::stdout());
     let descriptors = [stdin.as_fd(), stdout.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];

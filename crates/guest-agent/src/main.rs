@@ -38,7 +38,11 @@ fn main() -> ExitCode {
         ["init"] => init(),
         ["connect"] => handover::connect(),
         ["version"] => {
-            log(&format!("emergent-guest {} protocol {}", env!("CARGO_PKG_VERSION"), emergent_guest_protocol::PROTOCOL_VERSION));
+            log(&format!(
+                "emergent-guest {} protocol {}",
+                env!("CARGO_PKG_VERSION"),
+                emergent_guest_protocol::PROTOCOL_VERSION
+            ));
             Ok(())
         }
         _ => Err("usage: emergent-guest init|connect|version".to_owned()),
@@ -72,7 +76,8 @@ fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
         let input = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
         let output = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3)?;
         rustix::stdio::dup2_stdout(rustix::stdio::stderr())?;
-        if let Ok(null) = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty()) {
+        if let Ok(null) = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDONLY, rustix::fs::Mode::empty())
+        {
             rustix::stdio::dup2_stdin(&null)?;
         }
         Ok((input, output))

@@ -1,20 +1,19 @@
 //! Out of memory: the offending process dies, the workspace lives, and the caller is told.
 //!
 //! On gVisor the host's kernel would kill the whole sandbox, so the agent acts first: a thread watches what is
-//! left and kills the largest process group before nothing is. How often it looks depends on how soon the
+//! left and kills the largest process before nothing is. How often it looks depends on how soon the
 //! memory could be gone; while no command runs it does not look at all. Elsewhere the kernel kills a process
 //! by itself (commands volunteer for it), and its counters tell that it happened.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
-use crate::procfs::{self, Process};
-use crate::reaper::Ended;
-use crate::{command, log, procfs::Memory};
+use crate::procfs::{self, Memory};
+use crate::{command, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
 const RESERVE_BYTES: u64 = 48 << 20;
@@ -22,6 +21,8 @@ const RESERVE_BYTES: u64 = 48 << 20;
 const RESERVE_PART: u64 = 32;
 /// No process fills memory faster than this.
 const FILL_RATE_BYTES_PER_MS: u64 = 3 << 20;
+/// How long a killed process may take to give its memory back.
+const RELEASE_TIME: Duration = Duration::from_secs(3);
 /// Victims that are remembered for their callers.
 const MAX_VICTIMS: usize = 64;
 
@@ -94,30 +95,37 @@ impl MemoryGuard {
         }
     }
 
-    /// Kills the process group that uses the most memory.
+    /// Kills the process that uses the most memory, and waits until it is gone.
     fn kill_largest(&self, memory: Memory) {
         let processes = procfs::processes();
-        let size_of = |group: i32| -> u64 {
-            processes.iter().filter(|process| process.group == group).map(|process| process.resident_bytes).sum()
+        let Some(largest) = processes.iter().max_by_key(|process| process.resident_bytes) else {
+            return;
         };
-        let Some(largest) = processes.iter().max_by_key(|process| size_of(process.group)) else { return };
-        let members: Vec<&Process> = processes.iter().filter(|process| process.group == largest.group).collect();
-        let Some(heaviest) = members.iter().max_by_key(|process| process.resident_bytes) else { return };
         let note = format!(
             "out of memory: {} (pid {}) used {} MiB of the workspace's {} MiB and was killed; use less, or create the workspace with more memory",
-            heaviest.name,
-            heaviest.pid,
-            heaviest.resident_bytes >> 20,
+            largest.name,
+            largest.pid,
+            largest.resident_bytes >> 20,
             memory.total >> 20,
         );
-        let tag = command::tag_of(heaviest.pid);
-        if let Some(group) = Pid::from_raw(largest.group) {
-            let _ = rustix::process::kill_process_group(group, Signal::KILL);
-        }
+        let tag = command::tag_of(largest.pid);
+        self.remember(largest.session, tag, &note);
+        let Some(pid) = Pid::from_raw(largest.pid) else {
+            return;
+        };
+        let _ = rustix::process::kill_process(pid, Signal::KILL);
         log(&note);
+        // What it used is free only when it is gone: until then the next largest must not pay for it.
+        let deadline = Instant::now() + RELEASE_TIME;
+        while Instant::now() < deadline && rustix::process::test_kill_process(pid).is_ok() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn remember(&self, session: i32, tag: Option<String>, note: &str) {
         let mut victims = self.victims.lock().unwrap_or_else(PoisonError::into_inner);
         let number = victims.last().map_or(1, |victim| victim.number + 1);
-        victims.push(Victim { session: largest.session, tag, note, number });
+        victims.push(Victim { session, tag, note: note.to_owned(), number });
         if victims.len() > MAX_VICTIMS {
             victims.remove(0);
         }
@@ -137,19 +145,18 @@ impl OomCheck {
     }
 
     /// What to tell the caller when the command or one of its children was killed for want of memory.
-    pub(crate) fn victim(&self, guard: &MemoryGuard, pid: i32, tag: &str, ended: Ended) -> Option<String> {
+    pub(crate) fn victim(&self, guard: &MemoryGuard, pid: i32, tag: &str) -> Option<String> {
         let victims = guard.victims.lock().unwrap_or_else(PoisonError::into_inner);
         let mine = victims.iter().find(|victim| {
-            victim.number > self.newest_victim && (victim.session == pid || victim.tag.as_deref() == Some(tag))
+            victim.number > self.newest_victim
+                && (victim.session == pid || victim.tag.as_deref() == Some(tag))
         });
         if let Some(victim) = mine {
             return Some(victim.note.clone());
         }
         drop(victims);
-        let was_killed = ended == Ended::Signalled(libc::SIGKILL) || ended == Ended::Exited(128 + libc::SIGKILL);
-        (was_killed && kernel_kills() > self.kernel_kills).then(|| {
-            "out of memory: the kernel killed a process of this command; use less, or create the workspace with more memory"
-                .to_owned()
+        (kernel_kills() > self.kernel_kills).then(|| {
+            "out of memory: the kernel killed a process of this workspace; use less, or create it with more memory".to_owned()
         })
     }
 }

@@ -33,7 +33,8 @@ pub(crate) fn make_directory(operation: OperationId) -> std::io::Result<PathBuf>
             std::fs::write(ignore, "*\n")?;
         }
     }
-    let mut names: Vec<_> = std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
+    let mut names: Vec<_> =
+        std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
     if names.len() > KEPT_OUTPUTS {
         // Operation ids sort by time.
         names.sort_unstable();
@@ -201,7 +202,8 @@ mod tests {
     use super::*;
 
     fn collect(pieces: &[Vec<u8>]) -> Collector {
-        let mut collector = Collector { saved: Saved::Failed("not in this test".into()), ..Default::default() };
+        let mut collector =
+            Collector { saved: Saved::Failed("not in this test".into()), ..Default::default() };
         for piece in pieces {
             collector.take(OperationId::generate(), "stdout", piece);
         }

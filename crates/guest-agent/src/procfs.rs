@@ -6,7 +6,6 @@ use std::fs;
 #[derive(Clone, Debug)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
-    pub(crate) group: i32,
     pub(crate) session: i32,
     pub(crate) name: String,
     pub(crate) resident_bytes: u64,
@@ -33,13 +32,12 @@ fn process(pid: i32) -> Option<Process> {
     let name = before.split_once('(')?.1.to_owned();
     let fields: Vec<&str> = after.split_ascii_whitespace().collect();
     let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    let (state, group, session, pages) = (fields.first()?, number(2)?, number(3)?, number(21)?);
+    let (state, session, pages) = (fields.first()?, number(3)?, number(21)?);
     if *state == "Z" {
         return None;
     }
     Some(Process {
         pid,
-        group: i32::try_from(group).ok()?,
         session: i32::try_from(session).ok()?,
         name,
         resident_bytes: u64::try_from(pages).ok()? * rustix::param::page_size() as u64,
@@ -69,7 +67,10 @@ pub(crate) fn memory() -> Option<Memory> {
         let line = text.lines().find(|line| line.starts_with(name))?;
         line[name.len()..].trim().trim_end_matches("kB").trim().parse::<u64>().ok().map(|kib| kib * 1024)
     };
-    Some(Memory { total: field("MemTotal:")?, available: field("MemAvailable:").or_else(|| field("MemFree:"))? })
+    Some(Memory {
+        total: field("MemTotal:")?,
+        available: field("MemAvailable:").or_else(|| field("MemFree:"))?,
+    })
 }
 
 /// Resident memory of this process.

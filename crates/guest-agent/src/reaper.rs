@@ -71,7 +71,9 @@ impl Reaper {
             };
             let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(ended) = collect(pid) else { continue };
-            let Some(exit) = children.remove(&pid) else { continue };
+            let Some(exit) = children.remove(&pid) else {
+                continue;
+            };
             drop(children);
             let _ = exit.ended.set(ended);
             if let Some(wake) = exit.wake.get() {

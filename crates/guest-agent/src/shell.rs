@@ -52,10 +52,8 @@ impl Shells {
             ErrorDetail::new(ErrorCode::Unacceptable, message)
         })?;
         if let Some(started) = self.use_waiting(agent, command, directory, extra) {
-            self.refill(agent);
             return Ok(started);
         }
-        self.refill(agent);
         let mut environment = agent.environment();
         environment.extend(extra.clone());
         let started = if command.len() <= MAX_ARGUMENT_BYTES {
@@ -111,7 +109,9 @@ impl Shells {
     }
 
     fn refill_now(&self, agent: &Agent) {
-        let Some(program) = self.program(agent).filter(|program| program.is_bash) else { return };
+        let Some(program) = self.program(agent).filter(|program| program.is_bash) else {
+            return;
+        };
         while !self.closed.load(Ordering::SeqCst) {
             let configuration = agent.configuration();
             let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).len();
@@ -120,8 +120,14 @@ impl Shells {
             }
             let environment = agent.environment();
             let directory = Path::new(WORKSPACE_DIR);
-            let started =
-                command::start(&agent.reaper, &program.path, &["-c", LAUNCHER], directory, &environment, Stdio::piped());
+            let started = command::start(
+                &agent.reaper,
+                &program.path,
+                &["-c", LAUNCHER],
+                directory,
+                &environment,
+                Stdio::piped(),
+            );
             let Ok(shell) = started else { return };
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             // A shell with the environment of an older configuration must not get a command.
@@ -168,9 +174,12 @@ impl Shells {
 
 /// A program by its name, in the directories of `path`.
 pub(crate) fn find_program(path: &str, name: &str) -> Option<PathBuf> {
-    path.split(':').filter(|directory| directory.starts_with('/')).map(|directory| Path::new(directory).join(name)).find(
-        |candidate| rustix::fs::access(candidate, rustix::fs::Access::EXEC_OK).is_ok() && candidate.is_file(),
-    )
+    path.split(':')
+        .filter(|directory| directory.starts_with('/'))
+        .map(|directory| Path::new(directory).join(name))
+        .find(|candidate| {
+            rustix::fs::access(candidate, rustix::fs::Access::EXEC_OK).is_ok() && candidate.is_file()
+        })
 }
 
 /// A command too long for an argument comes from a file that has no name.
@@ -221,7 +230,8 @@ mod tests {
     #[test]
     fn quoted_text_is_one_word() {
         for text in ["", "a b", "it's", "$(rm -rf /)", "`x`", "a\nb", "'", "\\"] {
-            let output = std::process::Command::new("sh").args(["-c", &format!("printf %s {}", quote(text))]).output();
+            let output =
+                std::process::Command::new("sh").args(["-c", &format!("printf %s {}", quote(text))]).output();
             assert_eq!(String::from_utf8(output.unwrap().stdout).unwrap(), text);
         }
     }

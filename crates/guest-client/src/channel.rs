@@ -99,7 +99,8 @@ impl GuestClient {
         let hello = Frame::message(Kind::Hello, 0, &host).map_err(Closed::from)?;
         writer.write_all(&hello.to_bytes()).await.map_err(ended)?;
         writer.flush().await.map_err(ended)?;
-        let mut input = Input { decoder: Decoder::new(Receiver::Host), buffer: vec![0; READ_BYTES], filled: 0..0 };
+        let mut input =
+            Input { decoder: Decoder::new(Receiver::Host), buffer: vec![0; READ_BYTES], filled: 0..0 };
         let frame = input.next(&mut reader).await?;
         if frame.kind != Kind::Hello {
             return Err(Closed::from(ProtocolError::UnexpectedKind(frame.kind as u8)).into());
@@ -140,7 +141,8 @@ impl GuestClient {
         let id = {
             // Queued under the lock: ids must reach the guest in order, and before a cancel.
             let mut table = self.shared.table();
-            let id = table.open(sink).ok_or_else(|| CallError::Lost(Closed::Ended("out of call ids".into())))?;
+            let id =
+                table.open(sink).ok_or_else(|| CallError::Lost(Closed::Ended("out of call ids".into())))?;
             self.shared.put(&Frame { call: id, ..frame }, Some(place));
             id
         };
@@ -222,7 +224,9 @@ impl Shared {
 
     fn dispatch(&self, frame: Frame) -> Result<(), ProtocolError> {
         let id = frame.call;
-        let Some((sink, event)) = self.table().take(frame)? else { return Ok(()) };
+        let Some((sink, event)) = self.table().take(frame)? else {
+            return Ok(());
+        };
         match event {
             Incoming::InputCredit(amount) => {
                 if !sink.input.grant(amount) {
@@ -352,7 +356,8 @@ impl Input {
             if let Some(frame) = frame {
                 return Ok(frame);
             }
-            let length = reader.read(&mut self.buffer).await.map_err(|error| Closed::Ended(error.to_string()))?;
+            let length =
+                reader.read(&mut self.buffer).await.map_err(|error| Closed::Ended(error.to_string()))?;
             if length == 0 {
                 self.decoder.finish()?;
                 return Err(Closed::Ended("closed by the guest".into()));

@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use emergent_guest_client::{CallError, Closed, GuestClient};
-use emergent_guest_protocol::{AgentHello, Frame, GuestCall, INITIAL_CREDIT, Kind, PROTOCOL_VERSION, ProtocolError};
+use emergent_guest_protocol::{
+    AgentHello, Frame, GuestCall, INITIAL_CREDIT, Kind, PROTOCOL_VERSION, ProtocolError,
+};
 use emergent_wire::tools::GlobAnswer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 

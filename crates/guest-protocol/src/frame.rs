@@ -129,8 +129,12 @@ impl Kind {
     fn is_taken_by(self, receiver: Receiver) -> bool {
         match self {
             Kind::Hello | Kind::Credit => true,
-            Kind::Call | Kind::Input | Kind::InputEnd | Kind::Cancel | Kind::Ping => receiver == Receiver::Guest,
-            Kind::Stdout | Kind::Stderr | Kind::Result | Kind::Error | Kind::Pong => receiver == Receiver::Host,
+            Kind::Call | Kind::Input | Kind::InputEnd | Kind::Cancel | Kind::Ping => {
+                receiver == Receiver::Guest
+            }
+            Kind::Stdout | Kind::Stderr | Kind::Result | Kind::Error | Kind::Pong => {
+                receiver == Receiver::Host
+            }
         }
     }
 
@@ -297,17 +301,20 @@ mod tests {
     use super::*;
 
     fn any_frame(receiver: Receiver) -> impl Strategy<Value = Frame> {
-        (1_u8..=12, 1_u32.., vec(any::<u8>(), 0..300)).prop_filter_map("kind", move |(kind, call, mut payload)| {
-            let kind = Kind::from_byte(kind)?;
-            match kind {
-                Kind::InputEnd | Kind::Cancel => payload.clear(),
-                Kind::Credit => payload.resize(4, 1),
-                Kind::Ping | Kind::Pong => payload.resize(8, 0),
-                _ => payload.resize(payload.len().max(2), 7),
-            }
-            kind.is_taken_by(receiver)
-                .then(|| Frame::new(kind, if kind.has_call_id() { call } else { 0 }, payload))
-        })
+        (1_u8..=12, 1_u32.., vec(any::<u8>(), 0..300)).prop_filter_map(
+            "kind",
+            move |(kind, call, mut payload)| {
+                let kind = Kind::from_byte(kind)?;
+                match kind {
+                    Kind::InputEnd | Kind::Cancel => payload.clear(),
+                    Kind::Credit => payload.resize(4, 1),
+                    Kind::Ping | Kind::Pong => payload.resize(8, 0),
+                    _ => payload.resize(payload.len().max(2), 7),
+                }
+                kind.is_taken_by(receiver)
+                    .then(|| Frame::new(kind, if kind.has_call_id() { call } else { 0 }, payload))
+            },
+        )
     }
 
     fn decode_all(receiver: Receiver, pieces: &[&[u8]]) -> Result<Vec<Frame>, ProtocolError> {
@@ -360,7 +367,9 @@ mod tests {
 
     #[test]
     fn a_frame_that_is_too_long_is_refused_at_its_header() {
-        for (kind, length) in [(6_u8, MAX_DATA_BYTES + 1), (9, MAX_ANSWER_BYTES + 1), (1, 4097), (6, 0), (12, 9)] {
+        for (kind, length) in
+            [(6_u8, MAX_DATA_BYTES + 1), (9, MAX_ANSWER_BYTES + 1), (1, 4097), (6, 0), (12, 9)]
+        {
             let mut header = u32::try_from(length).unwrap().to_be_bytes().to_vec();
             header.push(kind);
             header.extend_from_slice(&u32::from(kind != 1 && kind != 12).to_be_bytes());

@@ -23,7 +23,7 @@
 //! - what a peer may not send is an error that ends the connection, never a guess.
 //!
 //! Versions: an agent speaks one version for its whole life, and sandboxes outlive servers. The host adapts to
-//! the agent it meets ([`Hello::agree`]); an old agent never has to learn anything new.
+//! the agent it meets ([`HostHello::agree`]); an old agent never has to learn anything new.
 
 mod credit;
 mod frame;

@@ -43,7 +43,9 @@ pub struct AgentHello {
 
 /// Host and agent have no version in common.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the agent speaks protocol {agent}, this server {oldest} to {newest}: restart the workspace to renew its agent")]
+#[error(
+    "the agent speaks protocol {agent}, this server {oldest} to {newest}: restart the workspace to renew its agent"
+)]
 pub struct VersionMismatch {
     agent: u16,
     oldest: u16,

@@ -62,7 +62,8 @@ fn messages_and_frames_are_frozen() {
     let error = ErrorDetail::new(ErrorCode::FileNotFound, "no such file");
     let frames = [
         Frame::message(Kind::Hello, 0, &HostHello::default()).unwrap(),
-        Frame::message(Kind::Hello, 0, &AgentHello { protocol: 1, version: "v".into(), boot_id: "b".into() }).unwrap(),
+        Frame::message(Kind::Hello, 0, &AgentHello { protocol: 1, version: "v".into(), boot_id: "b".into() })
+            .unwrap(),
         Frame::message(Kind::Call, 1, &calls[10]).unwrap(),
         Frame::new(Kind::Input, 2, *b"bytes"),
         Frame::new(Kind::InputEnd, 2, []),

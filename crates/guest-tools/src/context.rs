@@ -45,18 +45,12 @@ impl RequestPath {
 impl Context {
     /// A context in which the whole sandbox can be reached.
     pub fn new(workspace_dir: impl Into<PathBuf>) -> Self {
-        Self {
-            workspace_dir: workspace_dir.into(),
-            confined_to: None,
-        }
+        Self { workspace_dir: workspace_dir.into(), confined_to: None }
     }
 
     /// A context whose paths must stay inside `roots` (absolute paths).
     pub fn confined(workspace_dir: impl Into<PathBuf>, roots: Vec<PathBuf>) -> Self {
-        Self {
-            workspace_dir: workspace_dir.into(),
-            confined_to: Some(roots),
-        }
+        Self { workspace_dir: workspace_dir.into(), confined_to: Some(roots) }
     }
 
     /// Checks a path of a request and makes it absolute. `field` is its name in the request.
@@ -87,19 +81,13 @@ impl Context {
         };
         // A root may itself be reached through a link (`/tmp` on some images); look only when needed.
         roots.iter().any(|root| test(root))
-            || roots
-                .iter()
-                .any(|root| root.canonicalize().is_ok_and(|real| test(&real)))
+            || roots.iter().any(|root| root.canonicalize().is_ok_and(|real| test(&real)))
     }
 
     /// The failure of a path that leads out of the roots.
     pub(crate) fn forbidden(&self, shown: &Path) -> ErrorDetail {
-        let roots: Vec<String> = self
-            .confined_to
-            .iter()
-            .flatten()
-            .map(|root| root.display().to_string())
-            .collect();
+        let roots: Vec<String> =
+            self.confined_to.iter().flatten().map(|root| root.display().to_string()).collect();
         ErrorDetail::new(
             ErrorCode::Forbidden,
             format!(

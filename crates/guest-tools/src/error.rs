@@ -17,10 +17,7 @@ pub(crate) fn check_cancel(cancel: &AtomicBool) -> Result<(), ErrorDetail> {
 
 /// The failure of a call that was cancelled.
 pub(crate) fn cancelled() -> ErrorDetail {
-    ErrorDetail::new(
-        ErrorCode::Cancelled,
-        "the call was cancelled; nothing was changed by it",
-    )
+    ErrorDetail::new(ErrorCode::Cancelled, "the call was cancelled; nothing was changed by it")
 }
 
 /// The failure of a system call, with the path it was about. `doing` is the verb: "read", "write", ….
@@ -88,10 +85,7 @@ pub(crate) fn os_error(doing: &str, path: &Path, errno: Errno) -> ErrorDetail {
                 "cannot {doing} {path}: the sandbox is out of memory or open files; retry when less runs"
             ),
         ),
-        other => (
-            ErrorCode::Internal,
-            format!("cannot {doing} {path}: {}", io::Error::from(other)),
-        ),
+        other => (ErrorCode::Internal, format!("cannot {doing} {path}: {}", io::Error::from(other))),
     };
     ErrorDetail::new(code, message)
 }
@@ -100,19 +94,13 @@ pub(crate) fn os_error(doing: &str, path: &Path, errno: Errno) -> ErrorDetail {
 pub(crate) fn io_error(doing: &str, path: &Path, error: &io::Error) -> ErrorDetail {
     match Errno::from_io_error(error) {
         Some(errno) => os_error(doing, path, errno),
-        None => ErrorDetail::new(
-            ErrorCode::Internal,
-            format!("cannot {doing} {}: {error}", path.display()),
-        ),
+        None => ErrorDetail::new(ErrorCode::Internal, format!("cannot {doing} {}: {error}", path.display())),
     }
 }
 
 /// The failure of a tool that was pointed at something that is not what it works on.
 pub(crate) fn wrong_type(path: &Path, what_it_is: &str, what_to_do: &str) -> ErrorDetail {
-    ErrorDetail::new(
-        ErrorCode::WrongFileType,
-        format!("{} is {what_it_is}: {what_to_do}", path.display()),
-    )
+    ErrorDetail::new(ErrorCode::WrongFileType, format!("{} is {what_it_is}: {what_to_do}", path.display()))
 }
 
 #[cfg(test)]

@@ -35,32 +35,26 @@ pub fn glob(
         return Ok(GlobAnswer::default());
     };
     let newest = Mutex::new(Newest::new(limit));
-    walk::builder(context, &root.path)
-        .max_depth(max_depth)
-        .build_parallel()
-        .run(|| {
-            Box::new(|entry| {
-                if cancel.load(Ordering::Relaxed) {
-                    return WalkState::Quit;
-                }
-                // A directory that can't be read, or a file that is gone by now, has no files to list.
-                if let Ok(entry) = entry
-                    && let Ok(relative) = entry.path().strip_prefix(&root.path)
-                    && is_candidate(&entry)
-                    && pattern.is_match(relative)
-                    && let Some(modified) = modified(context, &entry)
-                {
-                    let mut newest = newest.lock().unwrap_or_else(PoisonError::into_inner);
-                    newest.add(modified, entry.into_path());
-                }
-                WalkState::Continue
-            })
-        });
+    walk::builder(context, &root.path).max_depth(max_depth).build_parallel().run(|| {
+        Box::new(|entry| {
+            if cancel.load(Ordering::Relaxed) {
+                return WalkState::Quit;
+            }
+            // A directory that can't be read, or a file that is gone by now, has no files to list.
+            if let Ok(entry) = entry
+                && let Ok(relative) = entry.path().strip_prefix(&root.path)
+                && is_candidate(&entry)
+                && pattern.is_match(relative)
+                && let Some(modified) = modified(context, &entry)
+            {
+                let mut newest = newest.lock().unwrap_or_else(PoisonError::into_inner);
+                newest.add(modified, entry.into_path());
+            }
+            WalkState::Continue
+        })
+    });
     check_cancel(cancel)?;
-    Ok(newest
-        .into_inner()
-        .unwrap_or_else(PoisonError::into_inner)
-        .answer())
+    Ok(newest.into_inner().unwrap_or_else(PoisonError::into_inner).answer())
 }
 
 /// Where to walk, what to look for, and how deep. Nothing, if the directory that the pattern names is not there.
@@ -90,11 +84,7 @@ fn plan(
     }
     let (directories, rest) = split_directories(pattern);
     let (rest, depth) = anchored_rest(rest)?;
-    Ok(Some((
-        open_directory(context, Path::new(directories))?,
-        rest,
-        depth,
-    )))
+    Ok(Some((open_directory(context, Path::new(directories))?, rest, depth)))
 }
 
 /// The pattern relative to the root, and whether it names paths rather than names; none for an absolute one when
@@ -108,10 +98,7 @@ fn relative_pattern<'a>(
         return Ok(Some((relative, true)));
     }
     if !pattern.starts_with('/') {
-        return Ok(Some((
-            pattern,
-            pattern.contains('/') && !pattern.starts_with('!'),
-        )));
+        return Ok(Some((pattern, pattern.contains('/') && !pattern.starts_with('!'))));
     }
     let Some(base) = base else {
         return Ok(None);
@@ -159,9 +146,7 @@ fn open_directory(context: &Context, path: &Path) -> Result<Root, ErrorDetail> {
 }
 
 fn is_candidate(entry: &DirEntry) -> bool {
-    entry
-        .file_type()
-        .is_some_and(|kind| kind.is_file() || kind.is_symlink())
+    entry.file_type().is_some_and(|kind| kind.is_file() || kind.is_symlink())
 }
 
 /// When a file was changed last; for a link the file it leads to. None for what is not a file.
@@ -207,11 +192,7 @@ impl PartialOrd for PathBytes {
 
 impl Newest {
     fn new(limit: usize) -> Self {
-        Self {
-            limit,
-            found: 0,
-            heap: BinaryHeap::new(),
-        }
+        Self { limit, found: 0, heap: BinaryHeap::new() }
     }
 
     fn add(&mut self, modified: (i64, i64), path: PathBuf) {
@@ -227,16 +208,8 @@ impl Newest {
     }
 
     fn answer(self) -> GlobAnswer {
-        let matches: Vec<String> = self
-            .heap
-            .into_sorted_vec()
-            .into_iter()
-            .map(|(_, path)| path.0.display().to_string())
-            .collect();
-        GlobAnswer {
-            count: matches.len() as u64,
-            truncated: self.found > matches.len() as u64,
-            matches,
-        }
+        let matches: Vec<String> =
+            self.heap.into_sorted_vec().into_iter().map(|(_, path)| path.0.display().to_string()).collect();
+        GlobAnswer { count: matches.len() as u64, truncated: self.found > matches.len() as u64, matches }
     }
 }

@@ -32,10 +32,7 @@ impl GlobPattern {
     }
 
     fn compile(pattern: &str, is_for_names: bool, is_negated: bool) -> Result<Self, ErrorDetail> {
-        let relative = pattern
-            .strip_prefix("./")
-            .unwrap_or(pattern)
-            .trim_start_matches('/');
+        let relative = pattern.strip_prefix("./").unwrap_or(pattern).trim_start_matches('/');
         // A directory stands for all that is in it.
         let everything_in_it = relative.ends_with('/').then(|| format!("{relative}**"));
         let glob = GlobBuilder::new(everything_in_it.as_deref().unwrap_or(relative))
@@ -51,11 +48,7 @@ impl GlobPattern {
                     ),
                 )
             })?;
-        Ok(Self {
-            matcher: glob.compile_matcher(),
-            is_for_names,
-            is_negated,
-        })
+        Ok(Self { matcher: glob.compile_matcher(), is_for_names, is_negated })
     }
 
     /// Whether a file matches, given its path from the root.
@@ -100,10 +93,7 @@ mod tests {
         assert!(is_match("!*.min.js", "a.js"));
         assert!(!is_match("!*.min.js", "a.min.js"));
         assert!(is_match("\\!a", "!a"));
-        assert_eq!(
-            GlobPattern::new("[a").unwrap_err().code,
-            ErrorCode::InvalidPattern
-        );
+        assert_eq!(GlobPattern::new("[a").unwrap_err().code, ErrorCode::InvalidPattern);
     }
 
     #[test]

@@ -45,26 +45,13 @@ impl Location {
     }
 
     pub(crate) fn open_with(&self, flags: OFlags) -> Result<File, Errno> {
-        let follow = if self.directory.is_some() {
-            OFlags::NOFOLLOW
-        } else {
-            OFlags::empty()
-        };
-        let fd = openat(
-            self.directory(),
-            &self.name,
-            flags | follow | OFlags::CLOEXEC,
-            Mode::empty(),
-        )?;
+        let follow = if self.directory.is_some() { OFlags::NOFOLLOW } else { OFlags::empty() };
+        let fd = openat(self.directory(), &self.name, flags | follow | OFlags::CLOEXEC, Mode::empty())?;
         Ok(File::from(fd))
     }
 
     pub(crate) fn stat(&self) -> Result<Stat, Errno> {
-        let flags = if self.directory.is_some() {
-            AtFlags::SYMLINK_NOFOLLOW
-        } else {
-            AtFlags::empty()
-        };
+        let flags = if self.directory.is_some() { AtFlags::SYMLINK_NOFOLLOW } else { AtFlags::empty() };
         statat(self.directory(), &self.name, flags)
     }
 
@@ -74,12 +61,7 @@ impl Location {
             Some(_) => Path::new("."),
             None => self.name.parent().unwrap_or(Path::new("/")),
         };
-        openat(
-            self.directory(),
-            parent,
-            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-            Mode::empty(),
-        )
+        openat(self.directory(), parent, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
     }
 }
 
@@ -89,11 +71,7 @@ impl Context {
         if self.confined_to.is_some() {
             return self.walk(path, false);
         }
-        Ok(Location {
-            directory: None,
-            name: path.os.clone(),
-            path: path.shown.clone(),
-        })
+        Ok(Location { directory: None, name: path.os.clone(), path: path.shown.clone() })
     }
 
     /// The place of a file that shall be written, links followed to the end, missing directories made if so wished;
@@ -105,20 +83,12 @@ impl Context {
     ) -> Result<(Location, Option<Stat>), ErrorDetail> {
         let shown = &path.shown;
         if path.names_directory() || shown.file_name().is_none() {
-            return Err(wrong_type(
-                shown,
-                "the path of a directory",
-                "give the path of a file",
-            ));
+            return Err(wrong_type(shown, "the path of a directory", "give the path of a file"));
         }
         if self.confined_to.is_some() {
             let location = self.walk(path, make_directories)?;
-            let stat = absent(statat(
-                location.directory(),
-                &location.name,
-                AtFlags::SYMLINK_NOFOLLOW,
-            ))
-            .map_err(|errno| os_error("write", shown, errno))?;
+            let stat = absent(statat(location.directory(), &location.name, AtFlags::SYMLINK_NOFOLLOW))
+                .map_err(|errno| os_error("write", shown, errno))?;
             return Ok((location, stat));
         }
         let fail = |errno| os_error("write", shown, errno);
@@ -136,18 +106,11 @@ impl Context {
             }
             let name = PathBuf::from(name);
             let path = if path.has_parent_steps() {
-                parent
-                    .canonicalize()
-                    .map_err(|e| io_error("write", shown, &e))?
-                    .join(&name)
+                parent.canonicalize().map_err(|e| io_error("write", shown, &e))?.join(&name)
             } else {
                 shown.clone()
             };
-            let location = Location {
-                directory: Some(directory),
-                name,
-                path,
-            };
+            let location = Location { directory: Some(directory), name, path };
             return Ok((location, stat));
         }
         Err(fail(Errno::LOOP))
@@ -158,11 +121,7 @@ impl Context {
         let shown = &path.shown;
         let fail = |errno| os_error("open", shown, errno);
         let root = openat(CWD, "/", DIRECTORY, Mode::empty()).map_err(fail)?;
-        let mut walk = Walk {
-            directories: vec![root],
-            real: PathBuf::from("/"),
-            pending: Vec::new(),
-        };
+        let mut walk = Walk { directories: vec![root], real: PathBuf::from("/"), pending: Vec::new() };
         walk.prepend(&path.os);
         if path.names_directory() {
             walk.pending.insert(0, OsString::from("."));
@@ -276,11 +235,7 @@ impl Walk {
     }
 
     fn finish(mut self, name: PathBuf, path: PathBuf) -> Location {
-        Location {
-            directory: self.directories.pop(),
-            name,
-            path,
-        }
+        Location { directory: self.directories.pop(), name, path }
     }
 }
 
@@ -342,15 +297,7 @@ mod tests {
         assert_eq!(locate(&context, "."), Ok(inside.clone()));
         // As the kernel has it: `good/..` is `a`, not the workspace.
         assert_eq!(locate(&context, "good/../b"), Ok(inside.join("a/b")));
-        for path in [
-            "bad/secret",
-            "secret",
-            "../outside/secret",
-            "/etc/passwd",
-            "..",
-            "/",
-            "/nowhere",
-        ] {
+        for path in ["bad/secret", "secret", "../outside/secret", "/etc/passwd", "..", "/", "/nowhere"] {
             assert_eq!(locate(&context, path), Err(ErrorCode::Forbidden), "{path}");
         }
         assert_eq!(locate(&context, "loop"), Err(ErrorCode::InvalidPath));
@@ -367,9 +314,7 @@ mod tests {
         let context = Context::confined(&inside, vec![inside.clone()]);
         let write = |path: &str| {
             let path = context.request_path("file_path", path)?;
-            context
-                .locate_for_write(&path, true)
-                .map(|(location, _)| location.path)
+            context.locate_for_write(&path, true).map(|(location, _)| location.path)
         };
         assert_eq!(write("x/y/z").unwrap(), inside.join("x/y/z"));
         assert!(inside.join("x/y").is_dir());

@@ -59,11 +59,7 @@ pub(crate) fn media_type(head: &[u8]) -> &'static str {
     if !is_binary(head) {
         // The head may end in the middle of a character.
         let is_utf8 = std::str::from_utf8(head).map_or_else(|error| error.error_len().is_none(), |_| true);
-        return if is_utf8 {
-            "text/plain; charset=utf-8"
-        } else {
-            "text/plain"
-        };
+        return if is_utf8 { "text/plain; charset=utf-8" } else { "text/plain" };
     }
     if let Some((_, media_type)) = AT_START.iter().find(|(magic, _)| head.starts_with(magic)) {
         return media_type;

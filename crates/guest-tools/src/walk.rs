@@ -43,18 +43,11 @@ pub(crate) fn open_root(context: &Context, path: &Path) -> Result<Root, ErrorDet
     })?;
     let stat = fstat(&file).map_err(|errno| os_error("search", &location.path, errno))?;
     let path = if context.confined_to.is_none() && request.has_parent_steps() {
-        location
-            .path
-            .canonicalize()
-            .map_err(|error| io_error("search", &location.path, &error))?
+        location.path.canonicalize().map_err(|error| io_error("search", &location.path, &error))?
     } else {
         location.path
     };
-    Ok(Root {
-        path,
-        file_type: FileType::from_raw_mode(stat.st_mode),
-        file,
-    })
+    Ok(Root { path, file_type: FileType::from_raw_mode(stat.st_mode), file })
 }
 
 /// A walk of a directory.

@@ -97,11 +97,7 @@ impl FileWriter {
             match FileType::from_raw_mode(stat.st_mode) {
                 FileType::RegularFile => {}
                 FileType::Directory => {
-                    return Err(wrong_type(
-                        &location.path,
-                        "a directory",
-                        "give the path of a file",
-                    ));
+                    return Err(wrong_type(&location.path, "a directory", "give the path of a file"));
                 }
                 other => return Err(special_file(&location.path, other)),
             }
@@ -137,9 +133,7 @@ impl FileWriter {
             ));
         }
         self.hasher.update(bytes);
-        self.file
-            .write_all(bytes)
-            .map_err(|error| io_error("write", &self.location.path, &error))
+        self.file.write_all(bytes).map_err(|error| io_error("write", &self.location.path, &error))
     }
 
     /// Puts the file in its place.
@@ -170,12 +164,8 @@ impl FileWriter {
     /// Replaces what is there; false if that is not what was expected.
     fn place(&mut self, expected: Option<Option<Version>>) -> Result<bool, ErrorDetail> {
         let fail = |error: io::Error, path: &Path| io_error("write", path, &error);
-        self.file
-            .flush()
-            .map_err(|error| fail(error, &self.location.path))?;
-        let keeps_owner = self
-            .keep_mode_and_owner()
-            .map_err(|error| fail(error, &self.location.path))?;
+        self.file.flush().map_err(|error| fail(error, &self.location.path))?;
+        let keeps_owner = self.keep_mode_and_owner().map_err(|error| fail(error, &self.location.path))?;
 
         let _guard = COMMIT.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = self.location.directory();

@@ -26,11 +26,7 @@ impl Workspace {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().canonicalize().unwrap();
         fs::write(path.join("file"), content).unwrap();
-        Self {
-            context: Context::new(&path),
-            _directory: directory,
-            path,
-        }
+        Self { context: Context::new(&path), _directory: directory, path }
     }
 
     fn request(old: &str, new: &str) -> EditRequest {
@@ -47,10 +43,7 @@ impl Workspace {
     }
 
     fn edit_all(&self, old: &str, new: &str) -> Result<EditAnswer, ErrorDetail> {
-        let request = EditRequest {
-            replace_all: true,
-            ..Self::request(old, new)
-        };
+        let request = EditRequest { replace_all: true, ..Self::request(old, new) };
         edit::edit(&self.context, &request, &NEVER)
     }
 
@@ -88,10 +81,8 @@ fn an_answer_tells_what_changed() {
     );
     assert_eq!(answer.sha256.len(), 64);
     // The hash fits the next edit.
-    let request = EditRequest {
-        expected_sha256: Some(answer.sha256.to_uppercase()),
-        ..Workspace::request("one", "1")
-    };
+    let request =
+        EditRequest { expected_sha256: Some(answer.sha256.to_uppercase()), ..Workspace::request("one", "1") };
     edit::edit(&workspace.context, &request, &NEVER).unwrap();
     let error = edit::edit(&workspace.context, &request, &NEVER).unwrap_err();
     assert_eq!(error.code, ErrorCode::StaleFile);
@@ -99,13 +90,7 @@ fn an_answer_tells_what_changed() {
 
 #[test]
 fn line_ends_and_byte_order_mark_are_kept() {
-    check(
-        "a\r\nb\r\nc\r\n",
-        "a\nb\n",
-        "x\ny\nz\n",
-        "exact",
-        "x\r\ny\r\nz\r\nc\r\n",
-    );
+    check("a\r\nb\r\nc\r\n", "a\nb\n", "x\ny\nz\n", "exact", "x\r\ny\r\nz\r\nc\r\n");
     check("a\r\nb\r\n", "a", "x\ny", "exact", "x\r\ny\r\nb\r\n");
     check("a\nb\n", "a\r\nb", "x\r\ny", "exact", "x\ny\n");
     check("a\r\nfoo\r\n", "\nfoo", "\nbar", "exact", "a\r\nbar\r\n");
@@ -136,20 +121,8 @@ fn each_tolerant_matcher_finds_its_text() {
         "block_anchor",
         "function calculate(a, b) {\n  return a * b * 2\n}",
     );
-    check(
-        "if (x  ==\t1) { y(); }\n",
-        "(x == 1) {",
-        "(z) {",
-        "whitespace_normalized",
-        "if (z) { y(); }\n",
-    );
-    check(
-        "call(a,\n     b)\n",
-        "call(a, b)",
-        "call(c)",
-        "whitespace_normalized",
-        "call(c)\n",
-    );
+    check("if (x  ==\t1) { y(); }\n", "(x == 1) {", "(z) {", "whitespace_normalized", "if (z) { y(); }\n");
+    check("call(a,\n     b)\n", "call(a, b)", "call(c)", "whitespace_normalized", "call(c)\n");
     check(
         "a\n  x\n    y\nb\n x\n y\n",
         "    x\n      y",
@@ -157,20 +130,8 @@ fn each_tolerant_matcher_finds_its_text() {
         "indentation_flexible",
         "a\n  z\nb\n x\n y\n",
     );
-    check(
-        "say(\"a\")\n",
-        "say(\\\"a\\\")",
-        "say(\\\"b\\\")",
-        "escape_normalized",
-        "say(\"b\")\n",
-    );
-    check(
-        "one\ntwo three",
-        "one\\ntwo",
-        "1\\n2",
-        "escape_normalized",
-        "1\n2 three",
-    );
+    check("say(\"a\")\n", "say(\\\"a\\\")", "say(\\\"b\\\")", "escape_normalized", "say(\"b\")\n");
+    check("one\ntwo three", "one\\ntwo", "1\\n2", "escape_normalized", "1\n2 three");
 }
 
 #[test]
@@ -182,26 +143,11 @@ fn white_space_around_the_text_is_not_doubled() {
         "whitespace_normalized",
         "  foo(b);\n  bar();\n",
     );
-    check(
-        "\tif a {}  else {}\n",
-        "    if a {} else {}\n",
-        "    x\n",
-        "whitespace_normalized",
-        "\tx\n",
-    );
-    check(
-        "\tif a  {}\nb\n",
-        "    if a {}\n",
-        "",
-        "whitespace_normalized",
-        "b\n",
-    );
+    check("\tif a {}  else {}\n", "    if a {} else {}\n", "    x\n", "whitespace_normalized", "\tx\n");
+    check("\tif a  {}\nb\n", "    if a {}\n", "", "whitespace_normalized", "b\n");
     // Inside of a word is not where white space was.
     let workspace = Workspace::with("xfoobar\n");
-    assert_eq!(
-        workspace.edit(" foo ", "y").unwrap_err().code,
-        ErrorCode::OldStringNotFound
-    );
+    assert_eq!(workspace.edit(" foo ", "y").unwrap_err().code, ErrorCode::OldStringNotFound);
 }
 
 #[test]
@@ -214,19 +160,11 @@ fn what_is_not_there_or_not_unique_is_refused() {
     assert_eq!(error.code, ErrorCode::MultipleMatches);
     assert!(error.message.starts_with("Found multiple matches for oldString"));
     assert!(error.message.contains("lines 1, 3"), "{}", error.message);
-    assert_eq!(
-        Workspace::with("aaa").edit("aa", "b").unwrap_err().code,
-        ErrorCode::MultipleMatches
-    );
-    let error = Workspace::with(" x\n y\n-\n  x\n  y\n")
-        .edit("x \ny", "z")
-        .unwrap_err();
+    assert_eq!(Workspace::with("aaa").edit("aa", "b").unwrap_err().code, ErrorCode::MultipleMatches);
+    let error = Workspace::with(" x\n y\n-\n  x\n  y\n").edit("x \ny", "z").unwrap_err();
     assert_eq!(error.code, ErrorCode::MultipleMatches);
     assert_eq!(workspace.edit("a", "a").unwrap_err().code, ErrorCode::BadRequest);
-    assert_eq!(
-        workspace.edit("  ", "x").unwrap_err().code,
-        ErrorCode::OldStringNotFound
-    );
+    assert_eq!(workspace.edit("  ", "x").unwrap_err().code, ErrorCode::OldStringNotFound);
     assert_eq!(workspace.content(), b"a\nb\na\n");
 }
 
@@ -238,10 +176,7 @@ fn all_occurrences_are_replaced_when_asked_for() {
     assert_eq!(answer.replacements, 4);
     let workspace = Workspace::with(" a\n b\n\n  a\n  b\n");
     let answer = workspace.edit_all("a \nb", "c").unwrap();
-    assert_eq!(
-        (answer.replacements, answer.matched_by.as_str()),
-        (2, "line_trimmed")
-    );
+    assert_eq!((answer.replacements, answer.matched_by.as_str()), (2, "line_trimmed"));
     assert_eq!(workspace.content(), b"c\n\nc\n");
 }
 
@@ -261,16 +196,10 @@ fn line_numbers_of_read_are_recognised() {
 fn an_empty_old_string_makes_new_files_only() {
     let workspace = Workspace::with("");
     let answer = workspace.edit("", "a\nb\n").unwrap();
-    assert_eq!(
-        (answer.matched_by.as_str(), answer.lines_changed),
-        ("new_file", 2)
-    );
+    assert_eq!((answer.matched_by.as_str(), answer.lines_changed), ("new_file", 2));
     assert_eq!(workspace.content(), b"a\nb\n");
     assert_eq!(workspace.edit("", "x").unwrap_err().code, ErrorCode::Conflict);
-    let request = EditRequest {
-        file_path: "deep/new".into(),
-        ..Workspace::request("", "x")
-    };
+    let request = EditRequest { file_path: "deep/new".into(), ..Workspace::request("", "x") };
     edit::edit(&workspace.context, &request, &NEVER).unwrap();
     assert_eq!(fs::read(workspace.path.join("deep/new")).unwrap(), b"x");
 }
@@ -279,10 +208,7 @@ fn an_empty_old_string_makes_new_files_only() {
 fn only_files_are_edited_and_missing_ones_make_no_directories() {
     let workspace = Workspace::with("x");
     let edit = |path: &str| {
-        let request = EditRequest {
-            file_path: path.into(),
-            ..Workspace::request("x", "y")
-        };
+        let request = EditRequest { file_path: path.into(), ..Workspace::request("x", "y") };
         edit::edit(&workspace.context, &request, &NEVER).unwrap_err()
     };
     assert_eq!(edit("no/such").code, ErrorCode::FileNotFound);
@@ -301,16 +227,9 @@ fn mode_and_links_are_kept() {
     let file = workspace.path.join("file");
     fs::set_permissions(&file, fs::Permissions::from_mode(0o750)).unwrap();
     symlink("file", workspace.path.join("link")).unwrap();
-    let request = EditRequest {
-        file_path: "link".into(),
-        ..Workspace::request("x", "y")
-    };
+    let request = EditRequest { file_path: "link".into(), ..Workspace::request("x", "y") };
     edit::edit(&workspace.context, &request, &NEVER).unwrap();
-    assert!(
-        fs::symlink_metadata(workspace.path.join("link"))
-            .unwrap()
-            .is_symlink()
-    );
+    assert!(fs::symlink_metadata(workspace.path.join("link")).unwrap().is_symlink());
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o750);
     assert_eq!(workspace.content(), b"y");
 }
@@ -322,10 +241,7 @@ fn bytes_that_are_not_text_stay() {
     assert_eq!(workspace.content(), b"\xFF\xFE caf\xE9 \0 new \x80");
     // With NUL bytes only the exact text is looked for.
     assert_eq!(workspace.edit("new ", "x").unwrap().matched_by, "exact");
-    assert_eq!(
-        workspace.edit("  x", "y").unwrap_err().code,
-        ErrorCode::OldStringNotFound
-    );
+    assert_eq!(workspace.edit("  x", "y").unwrap_err().code, ErrorCode::OldStringNotFound);
 }
 
 #[test]
@@ -338,18 +254,9 @@ fn the_largest_file_is_edited() {
     assert!(workspace.content() == content);
     assert_eq!(answer.lines_changed, 1);
     assert!(answer.diff.contains("@@ -1249998,"), "{}", answer.diff);
-    assert_eq!(
-        workspace.edit("NEEDLE", "NEEDLE!").unwrap_err().code,
-        ErrorCode::TooLarge
-    );
-    assert_eq!(
-        workspace.edit_all("0", "1").unwrap_err().code,
-        ErrorCode::Unacceptable
-    );
-    assert_eq!(
-        workspace.edit("  nothing\n like this", "x").unwrap_err().code,
-        ErrorCode::OldStringNotFound
-    );
+    assert_eq!(workspace.edit("NEEDLE", "NEEDLE!").unwrap_err().code, ErrorCode::TooLarge);
+    assert_eq!(workspace.edit_all("0", "1").unwrap_err().code, ErrorCode::Unacceptable);
+    assert_eq!(workspace.edit("  nothing\n like this", "x").unwrap_err().code, ErrorCode::OldStringNotFound);
 }
 
 #[test]
@@ -361,9 +268,7 @@ fn hard_cases_for_the_matchers_end() {
     let old = format!("}}\n{}x\n}}", " }\n".repeat(30_000));
     let _ = Workspace::with(&lines).edit(&old, "y").unwrap_err();
     let words = "a ".repeat(200_000);
-    let _ = Workspace::with(&words)
-        .edit(&"a  ".repeat(60_000), "y")
-        .unwrap_err();
+    let _ = Workspace::with(&words).edit(&"a  ".repeat(60_000), "y").unwrap_err();
 }
 
 #[test]
@@ -406,10 +311,7 @@ fn only_place(content: &[u8], old: &str) -> Option<Range<usize>> {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        failure_persistence: None,
-        ..ProptestConfig::with_cases(cases)
-    }
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

@@ -31,18 +31,9 @@ impl Workspace {
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(&file, content).unwrap();
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000 + age as u64);
-            File::options()
-                .append(true)
-                .open(&file)
-                .unwrap()
-                .set_modified(time)
-                .unwrap();
+            File::options().append(true).open(&file).unwrap().set_modified(time).unwrap();
         }
-        Self {
-            context: Context::new(&path),
-            _directory: directory,
-            path,
-        }
+        Self { context: Context::new(&path), _directory: directory, path }
     }
 
     fn request(
@@ -51,11 +42,7 @@ impl Workspace {
         path: Option<&str>,
         limit: Option<u32>,
     ) -> Result<GlobAnswer, ErrorDetail> {
-        let request = GlobRequest {
-            pattern: pattern.into(),
-            path: path.map(str::to_owned),
-            limit,
-        };
+        let request = GlobRequest { pattern: pattern.into(), path: path.map(str::to_owned), limit };
         glob::glob(&self.context, &request, &NEVER)
     }
 
@@ -67,24 +54,14 @@ impl Workspace {
     fn names(&self, answer: &GlobAnswer) -> Vec<String> {
         assert_eq!(answer.count, answer.matches.len() as u64);
         let prefix = format!("{}/", self.path.display());
-        answer
-            .matches
-            .iter()
-            .map(|path| path.strip_prefix(&prefix).unwrap().to_owned())
-            .collect()
+        answer.matches.iter().map(|path| path.strip_prefix(&prefix).unwrap().to_owned()).collect()
     }
 }
 
 #[test]
 fn patterns_find_their_files_newest_first() {
-    let workspace = Workspace::new(&[
-        "a.ts",
-        "src/b.ts",
-        "src/deep/c.ts",
-        "src/d.rs",
-        "src/a/x.rs",
-        "src/b/y.rs",
-    ]);
+    let workspace =
+        Workspace::new(&["a.ts", "src/b.ts", "src/deep/c.ts", "src/d.rs", "src/a/x.rs", "src/b/y.rs"]);
     assert_eq!(workspace.find("**/*.ts"), ["src/deep/c.ts", "src/b.ts", "a.ts"]);
     assert_eq!(workspace.find("*.ts"), ["src/deep/c.ts", "src/b.ts", "a.ts"]);
     assert_eq!(workspace.find("src/*.ts"), ["src/b.ts"]);
@@ -109,10 +86,7 @@ fn roots_and_absolute_patterns() {
     assert_eq!(find("*.ts", Some("src")), ["src/b.ts"]);
     assert_eq!(find("*.ts", Some("src/../other")), ["other/c.ts"]);
     assert_eq!(find("../other/*.ts", Some("src")), ["other/c.ts"]);
-    assert_eq!(
-        find(&format!("{base}/**/*.ts"), None),
-        ["other/c.ts", "src/b.ts", "a.ts"]
-    );
+    assert_eq!(find(&format!("{base}/**/*.ts"), None), ["other/c.ts", "src/b.ts", "a.ts"]);
     assert_eq!(find(&format!("{base}/*.ts"), None), ["a.ts"]);
     assert_eq!(find(&format!("{base}/src/*.ts"), Some(&base)), ["src/b.ts"]);
     assert_eq!(find(&format!("{base}/*.ts"), Some(&base)), ["a.ts"]);
@@ -144,17 +118,7 @@ fn ignored_files_are_left_out_and_hidden_ones_are_not() {
     ]);
     let mut found = workspace.find("**");
     found.sort();
-    assert_eq!(
-        found,
-        [
-            ".env",
-            ".gitignore",
-            "keep",
-            "sub/.emergent/y",
-            "sub/.gitignore",
-            "sub/a.log"
-        ]
-    );
+    assert_eq!(found, [".env", ".gitignore", "keep", "sub/.emergent/y", "sub/.gitignore", "sub/a.log"]);
     // What is named is searched; the rules of the directories above hold.
     assert_eq!(workspace.find(".emergent/output/*"), [".emergent/output/x"]);
     assert_eq!(workspace.find("build/*"), ["build/out"]);
@@ -173,12 +137,7 @@ fn only_the_newest_are_given_when_there_are_many() {
     // The same age: by path.
     let time = SystemTime::UNIX_EPOCH + Duration::from_secs(5);
     for name in &names {
-        File::options()
-            .append(true)
-            .open(workspace.path.join(name))
-            .unwrap()
-            .set_modified(time)
-            .unwrap();
+        File::options().append(true).open(workspace.path.join(name)).unwrap().set_modified(time).unwrap();
     }
     let answer = workspace.request("f*", None, Some(2)).unwrap();
     assert_eq!(workspace.names(&answer), ["f00", "f01"]);
@@ -205,22 +164,12 @@ fn confinement_and_cancelling() {
     symlink("../out", inside.join("leak_dir")).unwrap();
     let context = Context::confined(&inside, vec![inside.clone()]);
     let find = |pattern: &str, cancel: bool| {
-        let request = GlobRequest {
-            pattern: pattern.into(),
-            ..GlobRequest::default()
-        };
+        let request = GlobRequest { pattern: pattern.into(), ..GlobRequest::default() };
         glob::glob(&context, &request, &AtomicBool::new(cancel))
     };
-    assert_eq!(
-        find("**", false).unwrap().matches,
-        [inside.join("a").display().to_string()]
-    );
+    assert_eq!(find("**", false).unwrap().matches, [inside.join("a").display().to_string()]);
     for pattern in ["../out/*", "leak_dir/*", "/etc/*"] {
-        assert_eq!(
-            find(pattern, false).unwrap_err().code,
-            ErrorCode::Forbidden,
-            "{pattern}"
-        );
+        assert_eq!(find(pattern, false).unwrap_err().code, ErrorCode::Forbidden, "{pattern}");
     }
     assert_eq!(find("**", true).unwrap_err().code, ErrorCode::Cancelled);
 }

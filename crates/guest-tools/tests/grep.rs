@@ -30,11 +30,7 @@ impl Workspace {
             fs::create_dir_all(file.parent().unwrap()).unwrap();
             fs::write(file, content).unwrap();
         }
-        Self {
-            context: Context::new(&path),
-            _directory: directory,
-            path,
-        }
+        Self { context: Context::new(&path), _directory: directory, path }
     }
 
     fn request(&self, request: &GrepRequest) -> Result<GrepAnswer, ErrorDetail> {
@@ -42,10 +38,7 @@ impl Workspace {
     }
 
     fn grep(&self, pattern: &str) -> Result<GrepAnswer, ErrorDetail> {
-        self.request(&GrepRequest {
-            pattern: pattern.into(),
-            ..GrepRequest::default()
-        })
+        self.request(&GrepRequest { pattern: pattern.into(), ..GrepRequest::default() })
     }
 
     /// Matches as `name:line:text`.
@@ -54,14 +47,7 @@ impl Workspace {
         answer
             .matches
             .iter()
-            .map(|m| {
-                format!(
-                    "{}:{}:{}",
-                    m.file_path.strip_prefix(&prefix).unwrap(),
-                    m.line_number,
-                    m.line
-                )
-            })
+            .map(|m| format!("{}:{}:{}", m.file_path.strip_prefix(&prefix).unwrap(), m.line_number, m.line))
             .collect()
     }
 
@@ -80,12 +66,7 @@ fn lines_are_found_in_order() {
     ]);
     assert_eq!(
         workspace.find("foo"),
-        [
-            "a-b:1:foo",
-            "a/x.rs:1:let foo = 1;",
-            "b.txt:1:foo",
-            "b.txt:3:foo bar"
-        ]
+        ["a-b:1:foo", "a/x.rs:1:let foo = 1;", "b.txt:1:foo", "b.txt:3:foo bar"]
     );
     assert_eq!(workspace.find("1;$"), ["a/x.rs:1:let foo = 1;"]);
     assert_eq!(workspace.find("^FOO$"), ["a/x.rs:2:FOO"]);
@@ -96,11 +77,7 @@ fn lines_are_found_in_order() {
         ..GrepRequest::default()
     };
     assert_eq!(workspace.lines(&workspace.request(&request).unwrap()).len(), 2);
-    let request = GrepRequest {
-        include: Some("a/**".into()),
-        path: Some("a/x.rs".into()),
-        ..request
-    };
+    let request = GrepRequest { include: Some("a/**".into()), path: Some("a/x.rs".into()), ..request };
     assert_eq!(workspace.lines(&workspace.request(&request).unwrap()).len(), 2);
     assert_eq!(workspace.find("no such text"), Vec::<String>::new());
 }
@@ -111,43 +88,20 @@ fn failures_are_never_no_matches() {
     let error = workspace.grep("(").unwrap_err();
     assert_eq!(error.code, ErrorCode::InvalidPattern);
     assert!(error.message.contains("unclosed group"), "{}", error.message);
-    assert_eq!(
-        workspace.grep("a\nb").unwrap_err().code,
-        ErrorCode::InvalidPattern
-    );
-    assert_eq!(
-        workspace.grep(r"(?:\w{1000}){1000}").unwrap_err().code,
-        ErrorCode::InvalidPattern
-    );
+    assert_eq!(workspace.grep("a\nb").unwrap_err().code, ErrorCode::InvalidPattern);
+    assert_eq!(workspace.grep(r"(?:\w{1000}){1000}").unwrap_err().code, ErrorCode::InvalidPattern);
     let at = |path: &str| {
-        let request = GrepRequest {
-            pattern: "x".into(),
-            path: Some(path.into()),
-            ..GrepRequest::default()
-        };
-        workspace
-            .request(&request)
-            .map(|answer| answer.matches.len())
-            .map_err(|error| error.code)
+        let request = GrepRequest { pattern: "x".into(), path: Some(path.into()), ..GrepRequest::default() };
+        workspace.request(&request).map(|answer| answer.matches.len()).map_err(|error| error.code)
     };
     assert_eq!(at("missing"), Err(ErrorCode::FileNotFound));
     assert_eq!(at("/dev/null"), Err(ErrorCode::WrongFileType));
     assert_eq!(at("file"), Ok(1));
-    let request = GrepRequest {
-        pattern: "x".into(),
-        include: Some("[".into()),
-        ..GrepRequest::default()
-    };
-    assert_eq!(
-        workspace.request(&request).unwrap_err().code,
-        ErrorCode::InvalidPattern
-    );
+    let request = GrepRequest { pattern: "x".into(), include: Some("[".into()), ..GrepRequest::default() };
+    assert_eq!(workspace.request(&request).unwrap_err().code, ErrorCode::InvalidPattern);
     let cancelled = grep::grep(
         &workspace.context,
-        &GrepRequest {
-            pattern: "x".into(),
-            ..GrepRequest::default()
-        },
+        &GrepRequest { pattern: "x".into(), ..GrepRequest::default() },
         &AtomicBool::new(true),
     );
     assert_eq!(cancelled.unwrap_err().code, ErrorCode::Cancelled);
@@ -155,17 +109,12 @@ fn failures_are_never_no_matches() {
 
 #[test]
 fn the_first_matches_are_given_whatever_thread_finds_them() {
-    let files: Vec<(String, String)> = (0..200)
-        .map(|n| (format!("d{:02}/f{n:03}", n % 20), "hit\n".repeat(n % 7)))
-        .collect();
+    let files: Vec<(String, String)> =
+        (0..200).map(|n| (format!("d{:02}/f{n:03}", n % 20), "hit\n".repeat(n % 7))).collect();
     let files: Vec<(&str, &str)> = files.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
     let workspace = Workspace::new(&files);
     let all = {
-        let request = GrepRequest {
-            pattern: "hit".into(),
-            limit: Some(10_000),
-            ..GrepRequest::default()
-        };
+        let request = GrepRequest { pattern: "hit".into(), limit: Some(10_000), ..GrepRequest::default() };
         let answer = workspace.request(&request).unwrap();
         assert!(!answer.truncated);
         workspace.lines(&answer)
@@ -186,27 +135,15 @@ fn the_first_matches_are_given_whatever_thread_finds_them() {
 fn context_is_given_around_each_match() {
     let workspace = Workspace::new(&[("f", "1\n2\nhit\nhit\n5\n6\n7\n8\nhit")]);
     let answer = |limit| {
-        let request = GrepRequest {
-            pattern: "hit".into(),
-            context: Some(2),
-            limit,
-            ..GrepRequest::default()
-        };
+        let request =
+            GrepRequest { pattern: "hit".into(), context: Some(2), limit, ..GrepRequest::default() };
         workspace.request(&request).unwrap()
     };
     let all = answer(None);
-    let around: Vec<_> = all
-        .matches
-        .iter()
-        .map(|m| (m.before.join(" "), m.after.join(" ")))
-        .collect();
+    let around: Vec<_> = all.matches.iter().map(|m| (m.before.join(" "), m.after.join(" "))).collect();
     assert_eq!(
         around,
-        [
-            ("1 2".into(), "hit 5".into()),
-            ("2 hit".into(), "5 6".into()),
-            ("7 8".into(), String::new())
-        ]
+        [("1 2".into(), "hit 5".into()), ("2 hit".into(), "5 6".into()), ("7 8".into(), String::new())]
     );
     for limit in 1..3 {
         let cut = answer(Some(limit));
@@ -246,20 +183,12 @@ fn ignored_binary_and_special_files() {
     assert!(found.contains(&"latin:1:caf\u{FFFD} hit".to_owned()));
     assert!(found.contains(&"utf16:1:hit".to_owned()));
     assert_eq!(workspace.find("^hit").len(), 3);
-    let long = workspace
-        .grep("hit")
-        .unwrap()
-        .matches
-        .into_iter()
-        .find(|m| m.file_path.ends_with("long"))
-        .unwrap();
+    let long =
+        workspace.grep("hit").unwrap().matches.into_iter().find(|m| m.file_path.ends_with("long")).unwrap();
     assert_eq!(long.line.chars().count(), MAX_LINE_CHARS);
     let explicit = |path: &str| {
-        let request = GrepRequest {
-            pattern: "hit".into(),
-            path: Some(path.into()),
-            ..GrepRequest::default()
-        };
+        let request =
+            GrepRequest { pattern: "hit".into(), path: Some(path.into()), ..GrepRequest::default() };
         workspace.request(&request).unwrap()
     };
     assert_eq!(explicit("ignored").matches.len(), 1);
@@ -274,21 +203,11 @@ fn ignored_binary_and_special_files() {
 fn an_answer_has_a_size_limit() {
     let line = format!("hit{}\n", "x".repeat(1500));
     let workspace = Workspace::new(&[("a", line.repeat(4000)), ("b", line.repeat(10))]);
-    let request = GrepRequest {
-        pattern: "hit".into(),
-        limit: Some(10_000),
-        ..GrepRequest::default()
-    };
+    let request = GrepRequest { pattern: "hit".into(), limit: Some(10_000), ..GrepRequest::default() };
     let answer = workspace.request(&request).unwrap();
     assert!(answer.truncated);
     assert!((2000..3000).contains(&answer.matches.len()));
-    assert!(
-        answer
-            .matches
-            .iter()
-            .enumerate()
-            .all(|(n, m)| m.line_number == n as u64 + 1)
-    );
+    assert!(answer.matches.iter().enumerate().all(|(n, m)| m.line_number == n as u64 + 1));
 }
 
 /// What `rg` finds, as `name:line:text`, sorted by the bytes of the path.
@@ -330,10 +249,7 @@ fn ripgrep(workspace: &Workspace, arguments: &[&str]) -> Option<Vec<String>> {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        failure_persistence: None,
-        ..ProptestConfig::with_cases(cases)
-    }
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

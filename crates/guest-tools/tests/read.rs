@@ -32,12 +32,7 @@ impl Workspace {
     }
 
     fn page(&self, name: &str, offset: Option<u64>, limit: Option<u64>) -> Result<ReadAnswer, ErrorDetail> {
-        let request = ReadRequest {
-            file_path: name.into(),
-            offset,
-            limit,
-            raw: false,
-        };
+        let request = ReadRequest { file_path: name.into(), offset, limit, raw: false };
         read::read(&self.context, &request, &NEVER)
     }
 
@@ -69,10 +64,7 @@ fn empty_files_and_offsets_behind_the_end() {
     workspace.file("empty", "");
     let answer = workspace.page("empty", Some(1), None).unwrap();
     assert_eq!((answer.content.as_str(), answer.total_lines), ("", Some(0)));
-    assert_eq!(
-        workspace.page("empty", Some(2), None).unwrap_err().code,
-        ErrorCode::Unacceptable
-    );
+    assert_eq!(workspace.page("empty", Some(2), None).unwrap_err().code, ErrorCode::Unacceptable);
     workspace.file("two", "a\nb\n");
     let error = workspace.page("two", Some(3), None).unwrap_err();
     assert_eq!(error.code, ErrorCode::Unacceptable);
@@ -91,11 +83,7 @@ fn long_lines_and_large_pages_are_cut_and_say_so() {
     let answer = workspace.read("long").unwrap();
     let first = answer.content.lines().next().unwrap();
     assert!(first.starts_with("1: éé"));
-    assert!(
-        first.ends_with(" … (line cut at 2000 of 300000 characters)"),
-        "{}",
-        &first[4000..]
-    );
+    assert!(first.ends_with(" … (line cut at 2000 of 300000 characters)"), "{}", &first[4000..]);
     assert!(answer.content.ends_with("\n2: short"));
 
     workspace.file("large", ("y".repeat(1500) + "\n").repeat(100));
@@ -135,10 +123,7 @@ fn directories_are_listed_in_order_and_in_pages() {
     assert_eq!(answer.total_lines, Some(7));
     let page = workspace.page(".", Some(2), Some(2)).unwrap();
     assert_eq!((page.content.as_str(), page.next_offset), ("Z\na", Some(4)));
-    assert_eq!(
-        workspace.page(".", Some(8), None).unwrap_err().code,
-        ErrorCode::Unacceptable
-    );
+    assert_eq!(workspace.page(".", Some(8), None).unwrap_err().code, ErrorCode::Unacceptable);
     assert_eq!(workspace.read("dir/").unwrap().content, "");
 }
 
@@ -156,18 +141,9 @@ fn missing_files_name_what_is_similar() {
     assert!(error.message.contains("main.rs"));
     let error = workspace.read("no/such/file").unwrap_err();
     assert_eq!(error.code, ErrorCode::FileNotFound);
-    assert_eq!(
-        workspace.read("main.rs/x").unwrap_err().code,
-        ErrorCode::WrongFileType
-    );
-    assert_eq!(
-        workspace.read("main.rs/").unwrap_err().code,
-        ErrorCode::WrongFileType
-    );
-    assert_eq!(
-        workspace.read(&"x".repeat(300)).unwrap_err().code,
-        ErrorCode::InvalidPath
-    );
+    assert_eq!(workspace.read("main.rs/x").unwrap_err().code, ErrorCode::WrongFileType);
+    assert_eq!(workspace.read("main.rs/").unwrap_err().code, ErrorCode::WrongFileType);
+    assert_eq!(workspace.read(&"x".repeat(300)).unwrap_err().code, ErrorCode::InvalidPath);
     assert_eq!(workspace.read("a\0b").unwrap_err().code, ErrorCode::InvalidPath);
     symlink("gone", workspace.directory.path().join("dangling")).unwrap();
     assert!(workspace.read("dangling").unwrap_err().message.contains("link"));
@@ -187,15 +163,8 @@ fn special_files_never_block() {
     .unwrap();
     let _socket = std::os::unix::net::UnixListener::bind(workspace.directory.path().join("socket")).unwrap();
     for name in ["fifo", "socket", "/dev/null", "/dev/zero"] {
-        assert_eq!(
-            workspace.read(name).unwrap_err().code,
-            ErrorCode::WrongFileType,
-            "{name}"
-        );
-        assert_eq!(
-            read::open_raw(&workspace.context, name).unwrap_err().code,
-            ErrorCode::WrongFileType
-        );
+        assert_eq!(workspace.read(name).unwrap_err().code, ErrorCode::WrongFileType, "{name}");
+        assert_eq!(read::open_raw(&workspace.context, name).unwrap_err().code, ErrorCode::WrongFileType);
     }
 }
 
@@ -211,19 +180,13 @@ fn files_of_proc_have_content_although_their_size_is_zero() {
 fn very_large_files_are_read_only_as_far_as_needed() {
     let workspace = Workspace::new();
     workspace.file("sparse", "first\nsecond\n".repeat(1000));
-    let file = fs::File::options()
-        .write(true)
-        .open(workspace.directory.path().join("sparse"))
-        .unwrap();
+    let file = fs::File::options().write(true).open(workspace.directory.path().join("sparse")).unwrap();
     file.set_len(1 << 40).unwrap();
     let answer = workspace.page("sparse", Some(2), Some(1)).unwrap();
     assert_eq!(answer.content, "2: second");
     assert_eq!((answer.total_lines, answer.sha256), (None, None));
     assert_eq!((answer.file_size, answer.next_offset), (1 << 40, Some(3)));
-    assert_eq!(
-        read::open_raw(&workspace.context, "sparse").unwrap_err().code,
-        ErrorCode::TooLarge
-    );
+    assert_eq!(read::open_raw(&workspace.context, "sparse").unwrap_err().code, ErrorCode::TooLarge);
 }
 
 #[test]
@@ -234,24 +197,15 @@ fn raw_gives_the_exact_bytes() {
     let mut bytes = Vec::new();
     raw.file.read_to_end(&mut bytes).unwrap();
     assert_eq!(bytes, b"\xEF\xBB\xBFa\r\n\0\xFF");
-    assert_eq!(
-        (raw.size, raw.media_type.as_str()),
-        (8, "application/octet-stream")
-    );
-    assert_eq!(
-        read::open_raw(&workspace.context, ".").unwrap_err().code,
-        ErrorCode::WrongFileType
-    );
+    assert_eq!((raw.size, raw.media_type.as_str()), (8, "application/octet-stream"));
+    assert_eq!(read::open_raw(&workspace.context, ".").unwrap_err().code, ErrorCode::WrongFileType);
 }
 
 #[test]
 fn a_cancelled_call_says_so() {
     let workspace = Workspace::new();
     workspace.file("a", "x\n".repeat(1_000_000));
-    let request = ReadRequest {
-        file_path: "a".into(),
-        ..ReadRequest::default()
-    };
+    let request = ReadRequest { file_path: "a".into(), ..ReadRequest::default() };
     let error = read::read(&workspace.context, &request, &AtomicBool::new(true)).unwrap_err();
     assert_eq!(error.code, ErrorCode::Cancelled);
 }
@@ -266,10 +220,7 @@ fn confinement_holds_for_reading() {
     symlink("../secret", inside.join("leak")).unwrap();
     let context = Context::confined(&inside, vec![inside.clone()]);
     let read = |path: &str| {
-        let request = ReadRequest {
-            file_path: path.into(),
-            ..ReadRequest::default()
-        };
+        let request = ReadRequest { file_path: path.into(), ..ReadRequest::default() };
         read::read(&context, &request, &NEVER).map(|answer| answer.content)
     };
     assert_eq!(read("ok").unwrap(), "1: fine");
@@ -286,11 +237,7 @@ fn permissions_are_named() {
     // Root reads everything, so that only the mode can be looked at; the mapping has its own test.
     let workspace = Workspace::new();
     workspace.file("a", "x");
-    fs::set_permissions(
-        workspace.directory.path().join("a"),
-        fs::Permissions::from_mode(0o000),
-    )
-    .unwrap();
+    fs::set_permissions(workspace.directory.path().join("a"), fs::Permissions::from_mode(0o000)).unwrap();
     match workspace.read("a") {
         Ok(answer) => assert_eq!(answer.content, "1: x"),
         Err(error) => assert_eq!(error.code, ErrorCode::PermissionDenied),
@@ -298,10 +245,7 @@ fn permissions_are_named() {
 }
 
 fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig {
-        failure_persistence: None,
-        ..ProptestConfig::with_cases(cases)
-    }
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

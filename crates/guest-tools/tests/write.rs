@@ -37,15 +37,9 @@ fn files_are_made_with_their_directories() {
     assert!(answer.success && answer.created);
     assert_eq!(answer.bytes_written, 3);
     assert_eq!(answer.file_path, path.join("x/y/c.txt").display().to_string());
-    assert_eq!(
-        answer.sha256,
-        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    );
+    assert_eq!(answer.sha256, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     assert_eq!(fs::read(path.join("x/y/c.txt")).unwrap(), b"abc");
-    assert_eq!(
-        fs::metadata(path.join("x/y/c.txt")).unwrap().mode() & 0o777,
-        0o644
-    );
+    assert_eq!(fs::metadata(path.join("x/y/c.txt")).unwrap().mode() & 0o777, 0o644);
     let answer = write(&context, "x/y/../d", b"").unwrap();
     assert_eq!(answer.file_path, path.join("x/d").display().to_string());
     assert_eq!(names(&path.join("x/y")), ["c.txt"]);
@@ -83,10 +77,7 @@ fn links_stay_links() {
     assert!(write(&context, "dangling", b"x").unwrap().created);
     assert_eq!(fs::read(path.join("dir/fresh")).unwrap(), b"x");
     symlink("loop", path.join("loop")).unwrap();
-    assert_eq!(
-        write(&context, "loop", b"x").unwrap_err().code,
-        ErrorCode::InvalidPath
-    );
+    assert_eq!(write(&context, "loop", b"x").unwrap_err().code, ErrorCode::InvalidPath);
     assert_eq!(names(&path.join("dir")), ["fresh", "target"]);
 }
 
@@ -148,14 +139,9 @@ struct Mount(PathBuf);
 
 impl Mount {
     fn new(arguments: &[&str], at: &Path) -> Option<Self> {
-        let status = Command::new("mount")
-            .args(arguments)
-            .arg(at)
-            .stderr(std::process::Stdio::null())
-            .status();
-        status
-            .is_ok_and(|status| status.success())
-            .then(|| Self(at.to_owned()))
+        let status =
+            Command::new("mount").args(arguments).arg(at).stderr(std::process::Stdio::null()).status();
+        status.is_ok_and(|status| status.success()).then(|| Self(at.to_owned()))
     }
 }
 
@@ -176,11 +162,7 @@ fn a_full_disk_says_so_and_keeps_the_old_file() {
     write(&context, "small/file", b"old").unwrap();
     let error = write(&context, "small/file", &vec![b'x'; 2 << 20]).unwrap_err();
     assert_eq!(error.code, ErrorCode::DiskFull);
-    assert!(
-        error.message.contains("the workspace's disk is full"),
-        "{}",
-        error.message
-    );
+    assert!(error.message.contains("the workspace's disk is full"), "{}", error.message);
     assert!(error.message.contains("small/file"));
     assert_eq!(fs::read(path.join("small/file")).unwrap(), b"old");
     assert_eq!(names(&path.join("small")), ["file"]);

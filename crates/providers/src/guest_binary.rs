@@ -20,7 +20,8 @@ impl InstalledGuest {
         std::fs::create_dir_all(directory)?;
         let directory = directory.canonicalize()?;
         let path = directory.join(format!("emergent-guest-{}", &GUEST_BINARY_SHA256[..16]));
-        let is_whole = std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() == GUEST_BINARY.len() as u64);
+        let is_whole =
+            std::fs::metadata(&path).is_ok_and(|metadata| metadata.len() == GUEST_BINARY.len() as u64);
         if !is_whole {
             let temporary = directory.join(format!(".emergent-guest-{}", std::process::id()));
             let mut options = std::fs::OpenOptions::new();

@@ -12,7 +12,9 @@ mod error;
 mod guest_binary;
 mod sandbox;
 
-pub use container::{ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError, GVISOR_MISSING, Runtime};
+pub use container::{
+    ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError, GVISOR_MISSING, Runtime,
+};
 pub use error::ProviderError;
 pub use guest_binary::InstalledGuest;
 pub use sandbox::{Health, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, WorkspaceProvider};

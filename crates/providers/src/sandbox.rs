@@ -135,7 +135,12 @@ pub trait WorkspaceProvider: Send + Sync {
     }
 
     /// Writes a file.
-    async fn write_file(&self, channel: &GuestClient, path: &str, bytes: &[u8]) -> Result<WriteAnswer, ErrorDetail> {
+    async fn write_file(
+        &self,
+        channel: &GuestClient,
+        path: &str,
+        bytes: &[u8],
+    ) -> Result<WriteAnswer, ErrorDetail> {
         let call = channel.start(&GuestCall::Write(WriteCall { file_path: path.to_owned() })).await?;
         call.send_input(bytes).await?;
         call.end_input().await?;
@@ -144,7 +149,10 @@ pub trait WorkspaceProvider: Send + Sync {
 }
 
 /// Tells the agent at the other end what it belongs to.
-pub(crate) async fn configure(channel: &GuestClient, configuration: Configuration) -> Result<(), ProviderError> {
+pub(crate) async fn configure(
+    channel: &GuestClient,
+    configuration: Configuration,
+) -> Result<(), ProviderError> {
     const WITHIN: Duration = Duration::from_secs(20);
     let configured = async {
         let call = channel.start(&GuestCall::Configure(configuration)).await?;
@@ -155,7 +163,9 @@ pub(crate) async fn configure(channel: &GuestClient, configuration: Configuratio
         Ok(Err(error @ (CallError::Failed(_) | CallError::Lost(_) | CallError::Garbled(_)))) => {
             Err(ProviderError::failed("configuring the guest agent", error))
         }
-        Err(_) => Err(ProviderError::TimedOut { what: "configuring the guest agent", seconds: WITHIN.as_secs() }),
+        Err(_) => {
+            Err(ProviderError::TimedOut { what: "configuring the guest agent", seconds: WITHIN.as_secs() })
+        }
     }
 }
 

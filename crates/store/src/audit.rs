@@ -179,12 +179,7 @@ impl AuditRow {
             request: row.json("request")?,
             request_id: row.text_or_null("request_id")?,
         };
-        Ok(Self {
-            seq,
-            entry,
-            prev_hash: row.bytes("prev_hash")?,
-            hash: row.bytes("hash")?,
-        })
+        Ok(Self { seq, entry, prev_hash: row.bytes("prev_hash")?, hash: row.bytes("hash")? })
     }
 
     fn into_record(self) -> AuditRecord {
@@ -245,18 +240,12 @@ fn check_rows(mut head: Head, rows: &[impl DbRow]) -> Result<Head> {
     for row in rows {
         let row = AuditRow::from_row(row).map_err(|error| match error {
             // A value that this program never writes is a change like any other.
-            StoreError::Corrupt { .. } => StoreError::AuditBroken(BrokenAudit {
-                seq: head.seq + 1,
-                fault: AuditFault::Changed,
-            }),
+            StoreError::Corrupt { .. } => {
+                StoreError::AuditBroken(BrokenAudit { seq: head.seq + 1, fault: AuditFault::Changed })
+            }
             other => other,
         })?;
-        let row = ChainedRow {
-            seq: row.seq,
-            entry: &row.entry,
-            prev_hash: &row.prev_hash,
-            hash: &row.hash,
-        };
+        let row = ChainedRow { seq: row.seq, entry: &row.entry, prev_hash: &row.prev_hash, hash: &row.hash };
         head = head.check(&row).map_err(StoreError::AuditBroken)?;
     }
     Ok(head)
@@ -320,9 +309,7 @@ impl Store {
             }
             Db::Postgres(pool) => {
                 // One state of the log and of its head, however long it takes.
-                let transaction = pool
-                    .begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
-                    .await?;
+                let transaction = pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
                 finish!(transaction, |connection| verify_chain!(connection))
             }
         }

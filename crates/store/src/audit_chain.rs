@@ -67,10 +67,7 @@ pub(crate) struct Head {
 
 impl Head {
     /// The head of an empty log.
-    pub(crate) const EMPTY: Self = Self {
-        seq: 0,
-        hash: [0; 32],
-    };
+    pub(crate) const EMPTY: Self = Self { seq: 0, hash: [0; 32] };
 
     /// The head after one more row.
     pub(crate) fn next(&self, entry: &AuditEntry) -> Self {
@@ -205,10 +202,9 @@ pub(crate) fn exact_numbers(value: Value) -> Value {
     match value {
         Value::Number(number) if !number.is_i64() && !number.is_u64() => Value::String(number.to_string()),
         Value::Array(items) => items.into_iter().map(exact_numbers).collect(),
-        Value::Object(fields) => fields
-            .into_iter()
-            .map(|(name, value)| (name, exact_numbers(value)))
-            .collect(),
+        Value::Object(fields) => {
+            fields.into_iter().map(|(name, value)| (name, exact_numbers(value))).collect()
+        }
         other => other,
     }
 }

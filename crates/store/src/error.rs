@@ -134,20 +134,13 @@ impl StoreError {
     }
 
     pub(crate) fn no_workspace(id: WorkspaceId) -> Self {
-        Self::NotFound {
-            kind: "workspace",
-            id: id.to_string(),
-        }
+        Self::NotFound { kind: "workspace", id: id.to_string() }
     }
 }
 
 impl From<sqlx::Error> for StoreError {
     fn from(error: sqlx::Error) -> Self {
-        if is_transient(&error) {
-            Self::Unavailable(error)
-        } else {
-            Self::Database(error)
-        }
+        if is_transient(&error) { Self::Unavailable(error) } else { Self::Database(error) }
     }
 }
 
@@ -161,9 +154,8 @@ fn is_transient(error: &sqlx::Error) -> bool {
             let code = code.as_deref().unwrap_or_default();
             // PostgreSQL: connection, resources, operator intervention and time-outs, rolled back
             // transactions, locks. (SQLite's codes are decimal: 5 busy, 6 locked.)
-            let class = ["08", "53", "57", "40"]
-                .iter()
-                .any(|class| code.len() == 5 && code.starts_with(class));
+            let class =
+                ["08", "53", "57", "40"].iter().any(|class| code.len() == 5 && code.starts_with(class));
             class || matches!(code, "55P03" | "5" | "6")
         }
         _ => false,

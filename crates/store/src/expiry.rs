@@ -75,9 +75,7 @@ impl Store {
             .bind(i64::from(limit))
             .fetch_all(&mut *connection)
             .await?;
-            rows.iter()
-                .map(|row| Reader::by_id(row, TABLE).uuid("id").map(WorkspaceId))
-                .collect()
+            rows.iter().map(|row| Reader::by_id(row, TABLE).uuid("id").map(WorkspaceId)).collect()
         })
     }
 

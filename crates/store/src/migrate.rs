@@ -21,10 +21,8 @@ struct Migration {
     sql: &'static str,
 }
 
-const MIGRATIONS: &[Migration] = &[Migration {
-    version: 1,
-    sql: include_str!("../migrations/0001_initial.sql"),
-}];
+const MIGRATIONS: &[Migration] =
+    &[Migration { version: 1, sql: include_str!("../migrations/0001_initial.sql") }];
 
 /// The schema version that this program works with.
 pub const SCHEMA_VERSION: i64 = MIGRATIONS[MIGRATIONS.len() - 1].version;
@@ -45,16 +43,12 @@ impl Migration {
 pub(crate) async fn sqlite(connection: &mut SqliteConnection) -> Result<()> {
     let transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
     finish!(transaction, |connection| {
-        sqlx::raw_sql(AssertSqlSafe(for_sqlite(HISTORY)))
-            .execute(&mut *connection)
-            .await?;
+        sqlx::raw_sql(AssertSqlSafe(for_sqlite(HISTORY))).execute(&mut *connection).await?;
         let rows = sqlx::query("SELECT version, checksum FROM schema_migrations")
             .fetch_all(&mut *connection)
             .await?;
         for migration in missing(&rows)? {
-            sqlx::raw_sql(AssertSqlSafe(for_sqlite(migration.sql)))
-                .execute(&mut *connection)
-                .await?;
+            sqlx::raw_sql(AssertSqlSafe(for_sqlite(migration.sql))).execute(&mut *connection).await?;
             sqlx::query("INSERT INTO schema_migrations (version, checksum) VALUES ($1, $2)")
                 .bind(migration.version)
                 .bind(migration.checksum())
@@ -80,17 +74,13 @@ pub(crate) async fn postgres(connection: &mut PgConnection) -> Result<()> {
             .fetch_one(&mut *connection)
             .await?;
         if !kb {
-            sqlx::raw_sql("CREATE SCHEMA kb")
-                .execute(&mut *connection)
-                .await?;
+            sqlx::raw_sql("CREATE SCHEMA kb").execute(&mut *connection).await?;
         }
         let core: bool = sqlx::query_scalar("SELECT to_regnamespace('core') IS NOT NULL")
             .fetch_one(&mut *connection)
             .await?;
         if !core {
-            sqlx::raw_sql("CREATE SCHEMA core")
-                .execute(&mut *connection)
-                .await?;
+            sqlx::raw_sql("CREATE SCHEMA core").execute(&mut *connection).await?;
         }
         sqlx::raw_sql(HISTORY).execute(&mut *connection).await?;
         let rows = sqlx::query("SELECT version, checksum FROM core.schema_migrations")
@@ -215,10 +205,7 @@ mod tests {
     fn an_applied_migration_never_changes() {
         // Add a line for each new migration; never change one: databases in the field have it already.
         let checksums: Vec<_> = MIGRATIONS.iter().map(|m| hex::encode(m.checksum())).collect();
-        assert_eq!(
-            checksums,
-            ["7ef5249359895cadd08a5f49be755df79f0cbdf7b4685df4db0b5268b026d6ce"]
-        );
+        assert_eq!(checksums, ["7ef5249359895cadd08a5f49be755df79f0cbdf7b4685df4db0b5268b026d6ce"]);
     }
 
     #[test]

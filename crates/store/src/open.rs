@@ -90,18 +90,14 @@ impl Store {
             StoreConfig::Postgres(url) => (open_postgres(&url).await?, None),
         };
         let lock = Mutex::new(lock);
-        Ok(Self {
-            inner: Arc::new(Inner { db, lock }),
-        })
+        Ok(Self { inner: Arc::new(Inner { db, lock }) })
     }
 
     /// Whether the database answers.
     pub async fn ping(&self) -> Result<()> {
         let answer = async {
             reading!(self.db(), |connection| {
-                sqlx::query("SELECT COUNT(*) FROM settings WHERE key = ''")
-                    .execute(&mut *connection)
-                    .await?;
+                sqlx::query("SELECT COUNT(*) FROM settings WHERE key = ''").execute(&mut *connection).await?;
             });
             Ok(())
         };
@@ -119,12 +115,7 @@ impl Store {
             }
             Db::Postgres(pool) => pool.close().await,
         }
-        let lock = self
-            .inner
-            .lock
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let lock = self.inner.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(lock);
     }
 
@@ -152,19 +143,16 @@ async fn open_sqlite(path: &Path) -> Result<(Db, ProcessLock)> {
     };
     let write = pool().max_connections(1).connect_with(options.clone()).await?;
     migrate::sqlite(&mut *write.acquire().await?).await?;
-    let read = pool()
-        .max_connections(SQLITE_READERS)
-        .connect_with(options.pragma("query_only", "ON"))
-        .await?;
+    let read =
+        pool().max_connections(SQLITE_READERS).connect_with(options.pragma("query_only", "ON")).await?;
     Ok((Db::Sqlite { write, read }, lock))
 }
 
 async fn open_postgres(url: &SecretString) -> Result<Db> {
     let options: PgConnectOptions = url.expose_secret().parse().map_err(StoreError::BadUrl)?;
-    let options = options.application_name("emergent").options([
-        ("statement_timeout", STATEMENT_TIMEOUT),
-        ("idle_in_transaction_session_timeout", "60s"),
-    ]);
+    let options = options
+        .application_name("emergent")
+        .options([("statement_timeout", STATEMENT_TIMEOUT), ("idle_in_transaction_session_timeout", "60s")]);
     let mut connection = timeout(CONNECT_TIMEOUT, PgConnection::connect_with(&options))
         .await
         .map_err(|_| StoreError::Unavailable(sqlx::Error::PoolTimedOut))??;
@@ -190,9 +178,7 @@ fn real_path(path: &Path) -> Result<PathBuf> {
     let directory = fs::canonicalize(directory).map_err(StoreError::file("find the directory", directory))?;
     match path.file_name() {
         Some(name) => Ok(directory.join(name)),
-        None => Err(StoreError::file("use", path)(
-            std::io::ErrorKind::InvalidInput.into(),
-        )),
+        None => Err(StoreError::file("use", path)(std::io::ErrorKind::InvalidInput.into())),
     }
 }
 

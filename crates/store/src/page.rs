@@ -51,13 +51,7 @@ pub(crate) fn seq_cursor(seq: u64) -> String {
 
 /// Reads [`seq_cursor`].
 pub(crate) fn parse_seq_cursor(cursor: &str) -> Result<i64> {
-    let parse = || {
-        decode(cursor)?
-            .strip_prefix('s')?
-            .parse()
-            .ok()
-            .filter(|seq| *seq >= 0)
-    };
+    let parse = || decode(cursor)?.strip_prefix('s')?.parse().ok().filter(|seq| *seq >= 0);
     parse().ok_or(StoreError::BadCursor)
 }
 

@@ -40,10 +40,7 @@ impl ProcessLock {
                 let mut text = String::new();
                 // The pid is only for the message; without it the message is still true.
                 let _ = file.take(32).read_to_string(&mut text);
-                return Err(StoreError::InUse {
-                    path: database.to_owned(),
-                    pid: text.trim().parse().ok(),
-                });
+                return Err(StoreError::InUse { path: database.to_owned(), pid: text.trim().parse().ok() });
             }
             Err(error) => return Err(StoreError::file("lock", path)(error.into())),
         }

@@ -98,13 +98,7 @@ impl Place {
     }
 
     fn associated_data(self) -> Vec<u8> {
-        format!(
-            "emergent/{}.{}/{}",
-            self.table,
-            self.column,
-            self.row.hyphenated()
-        )
-        .into_bytes()
+        format!("emergent/{}.{}/{}", self.table, self.column, self.row.hyphenated()).into_bytes()
     }
 }
 
@@ -137,10 +131,7 @@ impl SealingKey {
     /// The key in the file at `path`, which is made, readable by its owner only, when it is not there. Of
     /// several processes that make it at once one wins and all get its key.
     pub fn load_or_create(path: &Path) -> Result<Self, SealError> {
-        let failed = |source| SealError::File {
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |source| SealError::File { path: path.to_owned(), source };
         match fs::metadata(path) {
             Ok(metadata) => return Self::load(path, &metadata),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -160,10 +151,9 @@ impl SealingKey {
         if !metadata.is_file() || metadata.len() > 66 {
             return Err(SealError::BadKeyFile(path.to_owned()));
         }
-        let text = Zeroizing::new(fs::read(path).map_err(|source| SealError::File {
-            path: path.to_owned(),
-            source,
-        })?);
+        let text = Zeroizing::new(
+            fs::read(path).map_err(|source| SealError::File { path: path.to_owned(), source })?,
+        );
         std::str::from_utf8(&text)
             .ok()
             .and_then(|text| Self::from_hex(text).ok())
@@ -191,14 +181,9 @@ impl SealingKey {
         sealed.push(VERSION);
         sealed.extend_from_slice(&self.id);
         sealed.extend_from_slice(&nonce);
-        let payload = Payload {
-            msg: plaintext,
-            aad: &place.associated_data(),
-        };
-        let ciphertext = self
-            .cipher()
-            .encrypt(&Nonce::from(nonce), payload)
-            .expect("AES-GCM takes up to 64 GiB");
+        let payload = Payload { msg: plaintext, aad: &place.associated_data() };
+        let ciphertext =
+            self.cipher().encrypt(&Nonce::from(nonce), payload).expect("AES-GCM takes up to 64 GiB");
         sealed.extend_from_slice(&ciphertext);
         sealed
     }
@@ -215,10 +200,7 @@ impl SealingKey {
         if key_id != self.id {
             return Err(SealError::OtherKey);
         }
-        let payload = Payload {
-            msg: ciphertext,
-            aad: &place.associated_data(),
-        };
+        let payload = Payload { msg: ciphertext, aad: &place.associated_data() };
         let nonce = <[u8; NONCE_BYTES]>::try_from(nonce).map_err(|_| SealError::Damaged)?;
         self.cipher()
             .decrypt(&Nonce::from(nonce), payload)
@@ -348,10 +330,7 @@ mod tests {
         assert!(message.contains("was sealed with another key"), "{message}");
         let mut newer = sealed;
         newer[0] = 9;
-        assert!(matches!(
-            key(1).open(place(1), &newer),
-            Err(SealError::UnknownVersion(9))
-        ));
+        assert!(matches!(key(1).open(place(1), &newer), Err(SealError::UnknownVersion(9))));
     }
 
     #[test]
@@ -369,11 +348,7 @@ mod tests {
         });
         assert!(ids.iter().all(|id| *id == ids[0]));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert_eq!(
-            fs::read_dir(directory.path()).unwrap().count(),
-            1,
-            "no temporary file is left"
-        );
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "no temporary file is left");
     }
 
     #[test]
@@ -384,22 +359,13 @@ mod tests {
         for mode in [0o640, 0o604, 0o620] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
             let message = SealingKey::load_or_create(&path).unwrap_err().to_string();
-            assert!(
-                message.contains(&format!("chmod 600 {}", path.display())),
-                "{message}"
-            );
+            assert!(message.contains(&format!("chmod 600 {}", path.display())), "{message}");
         }
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
         for text in ["", "abcd", &"0".repeat(63), &"0".repeat(128), &"x".repeat(64)] {
             fs::write(&path, text).unwrap();
-            assert!(
-                matches!(SealingKey::load_or_create(&path), Err(SealError::BadKeyFile(_))),
-                "{text}"
-            );
-            assert!(
-                matches!(SealingKey::from_hex(text), Err(SealError::NotAKey)),
-                "{text}"
-            );
+            assert!(matches!(SealingKey::load_or_create(&path), Err(SealError::BadKeyFile(_))), "{text}");
+            assert!(matches!(SealingKey::from_hex(text), Err(SealError::NotAKey)), "{text}");
         }
     }
 }

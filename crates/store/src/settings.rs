@@ -18,11 +18,8 @@ const KEY_CHECK_TEXT: &[u8] = b"emergent";
 impl Store {
     /// This installation's id, made at the first call; all callers get the same.
     pub async fn installation_id(&self) -> Result<InstallationId> {
-        let text = self
-            .setting_or_insert(INSTALLATION_ID, &InstallationId::generate().to_string())
-            .await?;
-        text.parse()
-            .map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error.to_string()))
+        let text = self.setting_or_insert(INSTALLATION_ID, &InstallationId::generate().to_string()).await?;
+        text.parse().map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error.to_string()))
     }
 
     /// Refuses a key other than the one that this database's values are sealed with. The first key that comes
@@ -32,11 +29,7 @@ impl Store {
         let check = hex::encode(key.seal(place, KEY_CHECK_TEXT));
         let check = self.setting_or_insert(KEY_CHECK, &check).await?;
         let check = hex::decode(check).map_err(|error| corrupt(KEY_CHECK, error.to_string()))?;
-        if *key.open(place, &check)? == KEY_CHECK_TEXT {
-            Ok(())
-        } else {
-            Err(SealError::Damaged.into())
-        }
+        if *key.open(place, &check)? == KEY_CHECK_TEXT { Ok(()) } else { Err(SealError::Damaged.into()) }
     }
 
     /// The value of a setting.
@@ -77,10 +70,7 @@ impl Store {
                 .execute(&mut *connection)
                 .await?;
         });
-        self.setting(key).await?.ok_or_else(|| StoreError::NotFound {
-            kind: "setting",
-            id: key.to_owned(),
-        })
+        self.setting(key).await?.ok_or_else(|| StoreError::NotFound { kind: "setting", id: key.to_owned() })
     }
 }
 
@@ -89,10 +79,5 @@ pub(crate) fn value(row: &impl DbRow, key: &str) -> Result<String> {
 }
 
 pub(crate) fn corrupt(key: &str, reason: String) -> StoreError {
-    StoreError::Corrupt {
-        table: "settings",
-        row: key.to_owned(),
-        column: "value",
-        reason,
-    }
+    StoreError::Corrupt { table: "settings", row: key.to_owned(), column: "value", reason }
 }

@@ -56,9 +56,7 @@ impl TokenRow {
         let row = Reader::by_id(row, TABLE);
         let scope = match (row.text("scope")?.as_str(), row.uuid_or_null("workspace_id")?) {
             ("admin", None) => TokenScope::Admin,
-            ("workspace", Some(id)) => TokenScope::Workspace {
-                workspace_id: WorkspaceId(id),
-            },
+            ("workspace", Some(id)) => TokenScope::Workspace { workspace_id: WorkspaceId(id) },
             (scope, _) => return Err(row.corrupt("scope", format!("'{scope}' does not fit workspace_id"))),
         };
         let token = Token {
@@ -82,11 +80,7 @@ impl Store {
     /// revoked or expired.
     pub async fn create_token(&self, request: &CreateToken, now: DateTime<Utc>) -> Result<CreatedToken> {
         let secret = format!("{TOKEN_PREFIX}{}", hex::encode(random::<32>()));
-        let scope = if request.workspace_id.is_some() {
-            "workspace"
-        } else {
-            "admin"
-        };
+        let scope = if request.workspace_id.is_some() { "workspace" } else { "admin" };
         let id = TokenId::generate();
         let now_ = DbTime::new(now);
         let expires_at = expiry(now, request.ttl_seconds).map(DbTime::new);
@@ -116,10 +110,7 @@ impl Store {
             .await?;
             match row {
                 Some(row) => Ok(TokenRow::from_row(&row)?.token),
-                None => Err(StoreError::Conflict {
-                    kind: "token named",
-                    name: request.name.clone(),
-                }),
+                None => Err(StoreError::Conflict { kind: "token named", name: request.name.clone() }),
             }
         });
         let token = created.map_err(|error| match (error, request.workspace_id) {
@@ -138,14 +129,11 @@ impl Store {
         let refused = |why| Err(StoreError::TokenRefused(why));
         let hash = hash(secret);
         let found = reading!(self.db(), |connection| {
-            let row = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM access_tokens WHERE secret_hash = $1"
-            ))
-            .bind(hash.as_slice())
-            .fetch_optional(&mut *connection)
-            .await?;
+            let row =
+                sqlx::query(concat!("SELECT ", columns!(), " FROM access_tokens WHERE secret_hash = $1"))
+                    .bind(hash.as_slice())
+                    .fetch_optional(&mut *connection)
+                    .await?;
             row.map(|row| TokenRow::from_row(&row)).transpose()?
         });
         let Some(found) = found else {
@@ -196,9 +184,7 @@ impl Store {
             ))
             .fetch_all(&mut *connection)
             .await?;
-            rows.iter()
-                .map(|row| Ok(TokenRow::from_row(row)?.token))
-                .collect()
+            rows.iter().map(|row| Ok(TokenRow::from_row(row)?.token)).collect()
         })
     }
 

@@ -101,9 +101,7 @@ macro_rules! text_in_sqlite {
 }
 
 delegate_to_postgres!(DbUuid, Uuid);
-text_in_sqlite!(DbUuid, |id| id.0.hyphenated().to_string(), |text| {
-    Ok(Self(Uuid::parse_str(text)?))
-});
+text_in_sqlite!(DbUuid, |id| id.0.hyphenated().to_string(), |text| { Ok(Self(Uuid::parse_str(text)?)) });
 
 delegate_to_postgres!(DbTime, DateTime<Utc>);
 text_in_sqlite!(DbTime, |time| time.to_text(), |text| {
@@ -112,11 +110,7 @@ text_in_sqlite!(DbTime, |time| time.to_text(), |text| {
 
 /// Text that PostgreSQL takes too: it has no NUL.
 pub(crate) fn clean(text: &str) -> Cow<'_, str> {
-    if text.contains('\0') {
-        Cow::Owned(text.replace('\0', "\u{fffd}"))
-    } else {
-        Cow::Borrowed(text)
-    }
+    if text.contains('\0') { Cow::Owned(text.replace('\0', "\u{fffd}")) } else { Cow::Borrowed(text) }
 }
 
 /// JSON that PostgreSQL takes too: its texts have no NUL.
@@ -124,10 +118,9 @@ pub(crate) fn clean_json(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(clean(&text).into_owned()),
         Value::Array(items) => items.into_iter().map(clean_json).collect(),
-        Value::Object(fields) => fields
-            .into_iter()
-            .map(|(name, value)| (clean(&name).into_owned(), clean_json(value)))
-            .collect(),
+        Value::Object(fields) => {
+            fields.into_iter().map(|(name, value)| (clean(&name).into_owned(), clean_json(value))).collect()
+        }
         other => other,
     }
 }
@@ -185,12 +178,7 @@ impl<'r, R: DbRow> Reader<'r, R> {
     }
 
     pub(crate) fn corrupt(&self, column: &'static str, reason: impl Display) -> StoreError {
-        StoreError::Corrupt {
-            table: self.table,
-            row: self.key.clone(),
-            column,
-            reason: reason.to_string(),
-        }
+        StoreError::Corrupt { table: self.table, row: self.key.clone(), column, reason: reason.to_string() }
     }
 
     fn check<T>(&self, column: &'static str, value: Read<T>) -> Result<Option<T>> {
@@ -211,9 +199,7 @@ impl<'r, R: DbRow> Reader<'r, R> {
 
     /// One of a closed set of names.
     pub(crate) fn name<T: FromStr<Err: Display>>(&self, column: &'static str) -> Result<T> {
-        self.text(column)?
-            .parse()
-            .map_err(|error| self.corrupt(column, error))
+        self.text(column)?.parse().map_err(|error| self.corrupt(column, error))
     }
 
     /// One of a closed set of names, or none, written as the empty text.
@@ -226,10 +212,7 @@ impl<'r, R: DbRow> Reader<'r, R> {
 
     pub(crate) fn unsigned_or_null(&self, column: &'static str) -> Result<Option<u64>> {
         let number = self.check(column, self.row.get_int(column))?;
-        number
-            .map(u64::try_from)
-            .transpose()
-            .map_err(|_| self.corrupt(column, "it is negative"))
+        number.map(u64::try_from).transpose().map_err(|_| self.corrupt(column, "it is negative"))
     }
 
     pub(crate) fn unsigned(&self, column: &'static str) -> Result<u64> {

@@ -149,13 +149,7 @@ impl WorkspaceRecord {
             metadata: Value::Object(metadata),
             placement: row.json_or_null("placement")?,
         };
-        Ok(Self {
-            workspace,
-            image,
-            network,
-            ttl_seconds: row.unsigned_or_null("ttl_seconds")?,
-            error,
-        })
+        Ok(Self { workspace, image, network, ttl_seconds: row.unsigned_or_null("ttl_seconds")?, error })
     }
 }
 

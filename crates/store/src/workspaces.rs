@@ -54,11 +54,7 @@ impl Store {
     /// fewer than that many agent workspaces live: all but those that are being destroyed.
     pub async fn insert_creating(&self, new: NewWorkspace, limit: Option<u32>) -> Result<Workspace> {
         let limit = limit.filter(|_| new.container_type == ContainerType::AgentWorkspace);
-        let lock = if limit.is_some() {
-            Lock::WorkspaceLimit
-        } else {
-            Lock::None
-        };
+        let lock = if limit.is_some() { Lock::WorkspaceLimit } else { Lock::None };
         let created_at = DbTime::new(new.created_at);
         let expires_at = expiry(new.created_at, new.ttl_seconds).map(DbTime::new);
         let ttl_seconds = new.ttl_seconds.map(|ttl| i64::try_from(ttl).unwrap_or(i64::MAX));
@@ -107,10 +103,7 @@ impl Store {
             .await?;
             match row {
                 Some(row) => Ok(WorkspaceRecord::from_row(&row)?.workspace),
-                None => Err(StoreError::Conflict {
-                    kind: "workspace",
-                    name: new.id.to_string(),
-                }),
+                None => Err(StoreError::Conflict { kind: "workspace", name: new.id.to_string() }),
             }
         });
         inserted.map_err(|error| match (error, new.agent_session_id) {
@@ -146,14 +139,10 @@ impl Store {
     /// A workspace, with what only the server needs to know.
     pub async fn workspace_record(&self, id: WorkspaceId) -> Result<WorkspaceRecord> {
         reading!(self.db(), |connection| {
-            let row = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM agent_workspaces WHERE id = $1"
-            ))
-            .bind(DbUuid(id.0))
-            .fetch_optional(&mut *connection)
-            .await?;
+            let row = sqlx::query(concat!("SELECT ", columns!(), " FROM agent_workspaces WHERE id = $1"))
+                .bind(DbUuid(id.0))
+                .fetch_optional(&mut *connection)
+                .await?;
             WorkspaceRecord::from_row(&row.ok_or_else(|| StoreError::no_workspace(id))?)
         })
     }
@@ -187,18 +176,12 @@ impl Store {
             .bind(page::rows_wanted(limit))
             .fetch_all(&mut *connection)
             .await?;
-            let read = rows
-                .iter()
-                .map(|row| Ok(WorkspaceRecord::from_row(row)?.workspace));
+            let read = rows.iter().map(|row| Ok(WorkspaceRecord::from_row(row)?.workspace));
             read.collect::<Result<_>>()?
         });
-        let next_cursor = page::cut(&mut workspaces, limit, |last| {
-            page::time_cursor(last.created_at, last.id.0)
-        });
-        Ok(WorkspaceList {
-            workspaces,
-            next_cursor,
-        })
+        let next_cursor =
+            page::cut(&mut workspaces, limit, |last| page::time_cursor(last.created_at, last.id.0));
+        Ok(WorkspaceList { workspaces, next_cursor })
     }
 
     /// All workspaces in any of these statuses, oldest first: what recovery has to look at.
@@ -319,9 +302,8 @@ impl Store {
                     .fetch_optional(&mut *connection)
                     .await?;
             let row = row.ok_or_else(|| StoreError::no_workspace(id))?;
-            let mut metadata: Map<String, Value> = Reader::with_key(&row, TABLE, id)
-                .json_or_null("metadata")?
-                .unwrap_or_default();
+            let mut metadata: Map<String, Value> =
+                Reader::with_key(&row, TABLE, id).json_or_null("metadata")?.unwrap_or_default();
             for (name, value) in &fields {
                 if value.is_null() {
                     metadata.remove(name);

@@ -1,3 +1,5 @@
 //! What the tests of several crates share: real services that start for one test and leave nothing behind.
 
+pub mod engine;
 pub mod postgres;
+pub mod server;

@@ -48,21 +48,10 @@ impl TestPostgres {
             .spawn()
             .expect("sh starts");
         let leash = keeper.stdin.take();
-        let mut answers = Answers(BufReader::new(
-            keeper.stdout.take().expect("standard output is piped"),
-        ));
-        let mut cluster = Self {
-            keeper,
-            leash,
-            bin,
-            directory: PathBuf::new(),
-            port: 0,
-            databases: AtomicU32::new(0),
-        };
-        cluster.directory = answers
-            .next("directory ")
-            .expect("PostgreSQL's initdb works")
-            .into();
+        let mut answers = Answers(BufReader::new(keeper.stdout.take().expect("standard output is piped")));
+        let mut cluster =
+            Self { keeper, leash, bin, directory: PathBuf::new(), port: 0, databases: AtomicU32::new(0) };
+        cluster.directory = answers.next("directory ").expect("PostgreSQL's initdb works").into();
         let leash = cluster.leash.as_mut().expect("standard input is piped");
         for _ in 0..PORTS_TO_TRY {
             cluster.port = free_port();
@@ -140,10 +129,7 @@ impl Answers {
 
 fn free_port() -> u16 {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a free port");
-    listener
-        .local_addr()
-        .expect("a bound socket has an address")
-        .port()
+    listener.local_addr().expect("a bound socket has an address").port()
 }
 
 /// The directory of PostgreSQL's programs: Debian's, newest version first, or one on `PATH`.
@@ -157,12 +143,7 @@ fn find_programs() -> PathBuf {
         .into_iter()
         .flatten()
         .flatten()
-        .filter_map(|entry| {
-            Some((
-                entry.file_name().to_str()?.parse().ok()?,
-                entry.path().join("bin"),
-            ))
-        })
+        .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path().join("bin"))))
         .collect();
     versions.sort_unstable_by(|a, b| b.cmp(a));
     let path = env::var_os("PATH").unwrap_or_default();
@@ -212,12 +193,7 @@ mod tests {
     #[test]
     fn a_killed_test_leaves_nothing() {
         let mut child = Command::new(env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "postgres::tests::waits_with_a_cluster",
-                "--ignored",
-                "--nocapture",
-            ])
+            .args(["--exact", "postgres::tests::waits_with_a_cluster", "--ignored", "--nocapture"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
@@ -229,11 +205,7 @@ mod tests {
         child.wait().unwrap();
         let start = Instant::now();
         while directory.exists() || server.exists() {
-            assert!(
-                start.elapsed() < Duration::from_secs(60),
-                "{} is left",
-                directory.display()
-            );
+            assert!(start.elapsed() < Duration::from_secs(60), "{} is left", directory.display());
             thread::yield_now();
         }
     }

@@ -113,11 +113,7 @@ pub struct ErrorDetail {
 impl ErrorDetail {
     /// A failure with a code and a message.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self {
-            code,
-            message: message.into(),
-            details: None,
-        }
+        Self { code, message: message.into(), details: None }
     }
 
     /// The same failure with details.

@@ -62,9 +62,7 @@ impl FromStr for ByteSize {
     fn from_str(text: &str) -> Result<Self, AmountError> {
         let trimmed = text.trim();
         let not_a_size = || AmountError::NotASize(shorten(text));
-        let split = trimmed
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .unwrap_or(trimmed.len());
+        let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = trimmed.split_at(split);
         let shift = match unit.trim_start().to_ascii_lowercase().as_str() {
             "" | "b" => 0,
@@ -258,13 +256,7 @@ mod tests {
 
     #[test]
     fn cpu_counts_as_people_write_them() {
-        for (text, millis) in [
-            ("2", 2000),
-            ("0.5", 500),
-            ("1.25", 1250),
-            ("0.001", 1),
-            ("16", 16000),
-        ] {
+        for (text, millis) in [("2", 2000), ("0.5", 500), ("1.25", 1250), ("0.001", 1), ("16", 16000)] {
             assert_eq!(text.parse::<CpuCount>().unwrap().millis(), millis, "{text}");
         }
         for text in ["", "0", "0.0", "-1", "0.0001", "two", "1,5", "5000000", "1e1"] {
@@ -276,10 +268,7 @@ mod tests {
     fn json_takes_text_and_plain_numbers() {
         assert_eq!(serde_json::from_str::<CpuCount>("0.5").unwrap().millis(), 500);
         assert_eq!(serde_json::from_str::<CpuCount>("2").unwrap().millis(), 2000);
-        assert_eq!(
-            serde_json::from_str::<ByteSize>("1048576").unwrap(),
-            ByteSize::mib(1)
-        );
+        assert_eq!(serde_json::from_str::<ByteSize>("1048576").unwrap(), ByteSize::mib(1));
         assert_eq!(serde_json::to_string(&ByteSize::gib(4)).unwrap(), "\"4G\"");
         assert!(serde_json::from_str::<ByteSize>("-5").is_err());
         assert!(serde_json::from_str::<ByteSize>("true").is_err());

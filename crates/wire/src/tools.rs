@@ -60,15 +60,8 @@ pub enum Tool {
 
 impl Tool {
     /// All tools, in the order in which they are documented.
-    pub const ALL: [Tool; 7] = [
-        Tool::Bash,
-        Tool::Read,
-        Tool::Write,
-        Tool::Edit,
-        Tool::Glob,
-        Tool::Grep,
-        Tool::Git,
-    ];
+    pub const ALL: [Tool; 7] =
+        [Tool::Bash, Tool::Read, Tool::Write, Tool::Edit, Tool::Glob, Tool::Grep, Tool::Git];
 
     /// The tool's name in addresses, requests and logs.
     pub const fn as_str(self) -> &'static str {
@@ -426,9 +419,7 @@ pub fn check_path(field: &str, path: &str) -> Result<(), ErrorDetail> {
 pub fn check_environment(environment: &BTreeMap<String, String>) -> Result<(), ErrorDetail> {
     let refuse = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
     if environment.len() > MAX_ENVIRONMENT_ENTRIES {
-        return refuse(format!(
-            "environment has more than {MAX_ENVIRONMENT_ENTRIES} variables"
-        ));
+        return refuse(format!("environment has more than {MAX_ENVIRONMENT_ENTRIES} variables"));
     }
     for (name, value) in environment {
         let valid_name = name.bytes().enumerate().all(|(index, byte)| {
@@ -441,9 +432,7 @@ pub fn check_environment(environment: &BTreeMap<String, String>) -> Result<(), E
             ));
         }
         if value.contains('\0') || value.len() > 64 * 1024 {
-            return refuse(format!(
-                "environment: the value of {name} has a NUL byte or is over 64 KiB"
-            ));
+            return refuse(format!("environment: the value of {name} has a NUL byte or is over 64 KiB"));
         }
     }
     Ok(())
@@ -463,10 +452,7 @@ fn check_text(field: &str, text: &str) -> Result<(), ErrorDetail> {
     if text.len() > MAX_TEXT_BYTES {
         return Err(ErrorDetail::new(
             ErrorCode::TooLarge,
-            format!(
-                "{field} has {} bytes: at most {MAX_TEXT_BYTES} are allowed",
-                text.len()
-            ),
+            format!("{field} has {} bytes: at most {MAX_TEXT_BYTES} are allowed", text.len()),
         ));
     }
     Ok(())
@@ -476,26 +462,16 @@ impl BashRequest {
     /// Checks ranges and lengths.
     pub fn validate(&self) -> Result<(), ErrorDetail> {
         if self.command.trim().is_empty() {
-            return Err(ErrorDetail::new(
-                ErrorCode::BadRequest,
-                "command is empty: give a command to run",
-            ));
+            return Err(ErrorDetail::new(ErrorCode::BadRequest, "command is empty: give a command to run"));
         }
         if self.command.contains('\0') {
-            return Err(ErrorDetail::new(
-                ErrorCode::BadRequest,
-                "command contains a NUL byte",
-            ));
+            return Err(ErrorDetail::new(ErrorCode::BadRequest, "command contains a NUL byte"));
         }
         check_text("command", &self.command)?;
         if let Some(workdir) = &self.workdir {
             check_path("workdir", workdir)?;
         }
-        let most = if self.background {
-            MAX_BACKGROUND_TIMEOUT_MS
-        } else {
-            MAX_TIMEOUT_MS
-        };
+        let most = if self.background { MAX_BACKGROUND_TIMEOUT_MS } else { MAX_TIMEOUT_MS };
         check_range("timeout_ms", self.timeout_ms, 1, most)?;
         check_environment(&self.environment)
     }
@@ -608,14 +584,7 @@ mod tests {
         assert!(bash(600_001, false).validate().is_err());
         assert!(bash(600_001, true).validate().is_ok());
         assert!(bash(0, false).validate().is_err());
-        assert!(
-            BashRequest {
-                command: " \n".into(),
-                ..Default::default()
-            }
-            .validate()
-            .is_err()
-        );
+        assert!(BashRequest { command: " \n".into(), ..Default::default() }.validate().is_err());
         assert!(check_path("file_path", "a\0b").is_err());
         assert!(check_path("file_path", &"a".repeat(5000)).is_err());
         let variable = |name: &str| check_environment(&BTreeMap::from([(name.into(), "v".into())]));

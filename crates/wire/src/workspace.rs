@@ -197,11 +197,7 @@ pub struct ResourceLimits {
 
 impl Default for ResourceLimits {
     fn default() -> Self {
-        Self {
-            cpu: CpuCount::whole(2),
-            memory: ByteSize::gib(4),
-            disk: ByteSize::gib(10),
-        }
+        Self { cpu: CpuCount::whole(2), memory: ByteSize::gib(4), disk: ByteSize::gib(10) }
     }
 }
 
@@ -242,10 +238,7 @@ impl ResourceLimits {
     pub fn validate(&self) -> Result<(), ErrorDetail> {
         let refuse = |message: String| Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
         if self.cpu.millis() < 10 || self.cpu.millis() > 512_000 {
-            return refuse(format!(
-                "resource_limits.cpu is {}: it must be from 0.01 to 512",
-                self.cpu
-            ));
+            return refuse(format!("resource_limits.cpu is {}: it must be from 0.01 to 512", self.cpu));
         }
         if self.memory < MIN_MEMORY || self.memory > ByteSize::gib(16 << 10) {
             return refuse(format!(
@@ -506,13 +499,7 @@ mod tests {
             assert_eq!(serde_json::to_value(status).unwrap(), status.as_str());
             assert_eq!(status.as_str().parse::<WorkspaceStatus>().unwrap(), *status);
         }
-        assert!(
-            "redy"
-                .parse::<WorkspaceStatus>()
-                .unwrap_err()
-                .to_string()
-                .contains("'ready'")
-        );
+        assert!("redy".parse::<WorkspaceStatus>().unwrap_err().to_string().contains("'ready'"));
     }
 
     #[test]

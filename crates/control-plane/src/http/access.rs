@@ -74,7 +74,10 @@ pub(crate) fn workspace_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
 fn is_tool_route(method: &Method, rest: &[&str]) -> bool {
     match rest {
         [] => method == Method::GET,
-        [tool] => method == Method::POST && (*tool == "exec" || Tool::ALL.iter().any(|known| known.as_str() == *tool)),
+        [tool] => {
+            method == Method::POST
+                && (*tool == "exec" || Tool::ALL.iter().any(|known| known.as_str() == *tool))
+        }
         ["operations", _] => method == Method::GET || method == Method::DELETE,
         _ => false,
     }

@@ -52,12 +52,14 @@ pub(super) async fn list(
     let filter = AuditFilter {
         workspace_id: params.workspace_id,
         tool: params.tool,
-        outcome: outcome.map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("outcome: {error}")))?,
+        outcome: outcome
+            .map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("outcome: {error}")))?,
         since: params.since,
         until: params.until,
     };
     app.audit.flush().await;
-    let page = app.workspaces.store.audit_page(&filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
+    let page =
+        app.workspaces.store.audit_page(&filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
     Ok(Json(page))
 }
 

@@ -17,7 +17,9 @@ pub(super) async fn openapi() -> Response {
 
 /// The page for people: made from the description, with nothing loaded from elsewhere.
 pub(super) fn pages() -> Router<App> {
-    Router::new().route("/api/docs", get(page)).route("/", get(|| async { axum::response::Redirect::to("/api/docs") }))
+    Router::new()
+        .route("/api/docs", get(page))
+        .route("/", get(|| async { axum::response::Redirect::to("/api/docs") }))
 }
 
 async fn page() -> Html<String> {

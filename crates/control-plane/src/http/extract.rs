@@ -27,12 +27,19 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
                 return Err(ApiError::new(ErrorCode::TooLarge, "the body is larger than this address takes"));
             }
             Ok(Err(rejection)) => return Err(ApiError::new(ErrorCode::BadRequest, rejection.body_text())),
-            Err(_) => return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s")),
+            Err(_) => {
+                return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s"));
+            }
         };
         // An empty body means no fields: everything that has a default takes it.
         let bytes: &[u8] = if bytes.is_empty() { b"{}" } else { &bytes };
-        let value = serde_json::from_slice(bytes)
-            .map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("the body can't be read: {error}")))?;
+        // A list would be taken for the fields in their order.
+        if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+            return Err(ApiError::new(ErrorCode::BadRequest, "the body must be a JSON object"));
+        }
+        let value = serde_json::from_slice(bytes).map_err(|error| {
+            ApiError::new(ErrorCode::BadRequest, format!("the body can't be read: {error}"))
+        })?;
         Ok(Self(value))
     }
 }
@@ -74,7 +81,8 @@ impl<S: Send + Sync, A: FromStr, B: FromStr> FromRequestParts<S> for Ids<A, B> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
-        let Ok(Path((first, second))) = Path::<(String, String)>::from_request_parts(parts, state).await else {
+        let Ok(Path((first, second))) = Path::<(String, String)>::from_request_parts(parts, state).await
+        else {
             return Err(ApiError::new(ErrorCode::NotFound, "there is nothing at this address"));
         };
         Ok(Self(parse(&first)?, parse(&second)?))

@@ -83,9 +83,8 @@ impl utoipa::Modify for BearerToken {
 
 /// Everything under `/api/v1`.
 fn api() -> OpenApiRouter<App> {
-    let write = OpenApiRouter::new()
-        .routes(routes!(tools::write))
-        .layer(DefaultBodyLimit::max(WRITE_BODY_BYTES));
+    let write =
+        OpenApiRouter::new().routes(routes!(tools::write)).layer(DefaultBodyLimit::max(WRITE_BODY_BYTES));
     OpenApiRouter::with_openapi(Description::openapi())
         .routes(routes!(workspaces::create, workspaces::list))
         .routes(routes!(workspaces::providers))
@@ -145,5 +144,8 @@ async fn nothing_here() -> ApiError {
 }
 
 async fn wrong_method() -> ApiError {
-    ApiError::new(ErrorCode::MethodNotAllowed, "this address does not take this method: /api/docs shows what it takes")
+    ApiError::new(
+        ErrorCode::MethodNotAllowed,
+        "this address does not take this method: /api/docs shows what it takes",
+    )
 }

@@ -23,7 +23,8 @@ pub(super) struct RequestId(String);
 
 /// Gives every request an id: the client's own, when it is a sane one.
 pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
-    let given = request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|text| is_sane(text));
+    let given =
+        request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|text| is_sane(text));
     let id = given.map_or_else(|| uuid::Uuid::now_v7().simple().to_string(), str::to_owned);
     request.extensions_mut().insert(RequestId(id.clone()));
     let mut response = next.run(request).await;
@@ -34,7 +35,8 @@ pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
 }
 
 fn is_sane(text: &str) -> bool {
-    (1..=64).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
+    (1..=64).contains(&text.len())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
 /// Logs, counts and audits a call.
@@ -42,7 +44,8 @@ pub(super) async fn calls(State(app): State<App>, request: Request, next: Next) 
     let (at, begun) = (Utc::now(), Instant::now());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let request_id = request.extensions().get::<RequestId>().map(|id| id.0.clone());
-    let bytes = request.headers().get("content-length").and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    let bytes =
+        request.headers().get("content-length").and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
     let response = next.run(request).await;
     let took = begun.elapsed();
     let action = action_of(&method, &path);
@@ -54,7 +57,8 @@ pub(super) async fn calls(State(app): State<App>, request: Request, next: Next) 
         None => AuditOutcome::Success,
     };
     metrics::histogram!("emergent_call_seconds", "action" => action.clone()).record(took.as_secs_f64());
-    metrics::counter!("emergent_calls_total", "action" => action.clone(), "outcome" => outcome.as_str()).increment(1);
+    metrics::counter!("emergent_calls_total", "action" => action.clone(), "outcome" => outcome.as_str())
+        .increment(1);
     let caller = response.extensions().get::<Caller>().map(|caller| caller.0.clone());
     let workspace = workspace_route(&path).map(|(id, _)| id);
     tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
@@ -85,7 +89,9 @@ fn action_of(method: &Method, path: &str) -> String {
             (&Method::DELETE, []) => "workspace.destroy".to_owned(),
             (_, ["operations", _]) => "operation".to_owned(),
             (&Method::POST, ["exec"]) => "bash".to_owned(),
-            (&Method::POST, [tool @ ("bash" | "read" | "write" | "edit" | "glob" | "grep" | "git")]) => (*tool).to_owned(),
+            (&Method::POST, [tool @ ("bash" | "read" | "write" | "edit" | "glob" | "grep" | "git")]) => {
+                (*tool).to_owned()
+            }
             (&Method::POST, [change @ ("stop" | "resume")]) => format!("workspace.{change}"),
             _ => "unknown".to_owned(),
         };

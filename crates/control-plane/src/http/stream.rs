@@ -60,7 +60,13 @@ impl State {
             // A character that is not whole yet would be lost by resuming after this event.
             let whole = self.stdout.is_whole() && self.stderr.is_whole();
             let id = self.offset.filter(|_| whole);
-            return (match id { Some(id) => event.id(id.to_string()), None => event }, false);
+            return (
+                match id {
+                    Some(id) => event.id(id.to_string()),
+                    None => event,
+                },
+                false,
+            );
         }
     }
 }

@@ -25,10 +25,16 @@ pub(super) async fn create(
 ) -> Result<(StatusCode, Json<CreatedToken>), ApiError> {
     let name = request.name.trim();
     if name.is_empty() || name.len() > 100 || name.chars().any(char::is_control) {
-        return Err(ApiError::new(ErrorCode::BadRequest, "name must have 1 to 100 characters, and no control characters"));
+        return Err(ApiError::new(
+            ErrorCode::BadRequest,
+            "name must have 1 to 100 characters, and no control characters",
+        ));
     }
     if request.ttl_seconds.is_some_and(|ttl| !(1..=MAX_TTL_SECONDS).contains(&ttl)) {
-        return Err(ApiError::new(ErrorCode::BadRequest, format!("ttl_seconds must be from 1 to {MAX_TTL_SECONDS}")));
+        return Err(ApiError::new(
+            ErrorCode::BadRequest,
+            format!("ttl_seconds must be from 1 to {MAX_TTL_SECONDS}"),
+        ));
     }
     let store = &app.workspaces.store;
     if let Some(id) = request.workspace_id {

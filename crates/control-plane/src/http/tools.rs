@@ -24,7 +24,9 @@ use crate::workspace::FileStream;
 /// Whether the client asks for this kind of answer.
 pub(super) fn accepts(headers: &HeaderMap, kind: &str) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    accepted.flat_map(|value| value.split(',')).any(|value| value.split(';').next().unwrap_or("").trim() == kind)
+    accepted
+        .flat_map(|value| value.split(','))
+        .any(|value| value.split(';').next().unwrap_or("").trim() == kind)
 }
 
 /// Run a command.

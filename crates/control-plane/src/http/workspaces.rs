@@ -25,7 +25,9 @@ const DEFAULT_PAGE: u32 = 100;
 
 /// The switch that turns workspaces off.
 pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
-    if !app.workspaces.settings.workspaces.enabled && request.uri().path().starts_with("/api/v1/agent/workspaces") {
+    if !app.workspaces.settings.workspaces.enabled
+        && request.uri().path().starts_with("/api/v1/agent/workspaces")
+    {
         let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
         return ApiError::new(ErrorCode::NotFound, message).into_response();
     }
@@ -54,7 +56,8 @@ pub(super) async fn create(
     if at_once {
         return Ok((StatusCode::ACCEPTED, Json(begun)));
     }
-    let workspace = work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the workspace failed"))??;
+    let workspace =
+        work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the workspace failed"))??;
     Ok((StatusCode::CREATED, Json(workspace)))
 }
 
@@ -94,7 +97,8 @@ pub(super) async fn list(
         status: params.status,
         agent_session_id: params.agent_session_id,
     };
-    let page = app.workspaces.store.workspaces(filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
+    let page =
+        app.workspaces.store.workspaces(filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
     Ok(Json(page))
 }
 
@@ -102,7 +106,10 @@ pub(super) async fn list(
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
-pub(super) async fn get(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+pub(super) async fn get(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+) -> Result<Json<Workspace>, ApiError> {
     Ok(Json(app.workspaces.get(id).await?))
 }
 
@@ -119,7 +126,10 @@ pub(super) struct Destroyed {
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
     responses((status = 200, body = Destroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn destroy(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Destroyed>, ApiError> {
+pub(super) async fn destroy(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+) -> Result<Json<Destroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
     finish(tokio::spawn(async move { workspaces.destroy(id).await })).await?;
     Ok(Json(Destroyed { id, destroyed: true }))
@@ -129,7 +139,10 @@ pub(super) async fn destroy(State(app): State<App>, Id(id): Id<WorkspaceId>) -> 
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/stop", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn stop(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+pub(super) async fn stop(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
     finish(tokio::spawn(async move { workspaces.stop(id).await })).await.map(Json)
 }
@@ -138,7 +151,10 @@ pub(super) async fn stop(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Res
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/resume", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn resume(State(app): State<App>, Id(id): Id<WorkspaceId>) -> Result<Json<Workspace>, ApiError> {
+pub(super) async fn resume(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
     finish(tokio::spawn(async move { workspaces.resume(id).await })).await.map(Json)
 }
@@ -147,7 +163,8 @@ pub(super) async fn resume(State(app): State<App>, Id(id): Id<WorkspaceId>) -> R
 async fn finish<T>(
     work: tokio::task::JoinHandle<Result<T, emergent_wire::ErrorDetail>>,
 ) -> Result<T, ApiError> {
-    let result = work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
+    let result =
+        work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
     Ok(result?)
 }
 

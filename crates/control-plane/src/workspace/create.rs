@@ -26,9 +26,11 @@ use super::placement::{self, Plan, Wish};
 use super::{Workspaces, error_of};
 
 /// Pauses between attempts to reach a repository.
-const CHECKOUT_PAUSES: [Duration; 3] = [Duration::from_secs(2), Duration::from_secs(4), Duration::from_secs(8)];
+const CHECKOUT_PAUSES: [Duration; 3] =
+    [Duration::from_secs(2), Duration::from_secs(4), Duration::from_secs(8)];
 /// What is said when a repository wants credentials that there are none for.
-const AUTHENTICATION_FAILED: &str = "Repository authentication failed — connect GitHub in Settings > Integrations";
+const AUTHENTICATION_FAILED: &str =
+    "Repository authentication failed — connect GitHub in Settings > Integrations";
 
 /// A workspace that is being made: its intent is written down.
 pub(crate) struct Creation {
@@ -77,12 +79,16 @@ impl Workspaces {
             environment_sealed,
             ..NewWorkspace::agent(id, request.image.unwrap_or_else(|| settings.default_image.clone()))
         };
-        let workspace = self.store.insert_creating(new, Some(settings.max_concurrent)).await.map_err(error_of)?;
+        let workspace =
+            self.store.insert_creating(new, Some(settings.max_concurrent)).await.map_err(error_of)?;
         Ok(Creation { workspace, plan, waited_for })
     }
 
     /// Makes the workspace. Runs to its end whoever waits.
-    pub(crate) async fn finish_create(self: &Arc<Self>, creation: Creation) -> Result<Workspace, ErrorDetail> {
+    pub(crate) async fn finish_create(
+        self: &Arc<Self>,
+        creation: Creation,
+    ) -> Result<Workspace, ErrorDetail> {
         let id = creation.workspace.id;
         let live = self.live(id);
         let _changing = live.changing.lock().await;
@@ -100,15 +106,18 @@ impl Workspaces {
             match self.create_on(&provider, id, &placement).await {
                 Ok(workspace) => {
                     tracing::info!(workspace = %id, provider = %candidate.provider, took_ms = begun.elapsed().as_millis(), "created");
-                    metrics::counter!("emergent_placements_total", "provider" => candidate.provider.as_str()).increment(1);
+                    metrics::counter!("emergent_placements_total", "provider" => candidate.provider.as_str())
+                        .increment(1);
                     metrics::histogram!("emergent_create_seconds", "provider" => candidate.provider.as_str())
                         .record(begun.elapsed().as_secs_f64());
                     return Ok(workspace);
                 }
                 Err(error) => {
                     tracing::warn!(workspace = %id, provider = %candidate.provider, error = %error, "create failed");
-                    metrics::counter!("emergent_fallbacks_total", "provider" => candidate.provider.as_str()).increment(1);
-                    let failed = RejectedCandidate { provider: candidate.provider, reason: error.message.clone() };
+                    metrics::counter!("emergent_fallbacks_total", "provider" => candidate.provider.as_str())
+                        .increment(1);
+                    let failed =
+                        RejectedCandidate { provider: candidate.provider, reason: error.message.clone() };
                     self.undo(&provider, id).await?;
                     self.recheck(&provider).await;
                     rejected.push(failed.clone());
@@ -152,7 +161,12 @@ impl Workspaces {
     }
 
     /// Puts what the user should know into the workspace's metadata, and into the log.
-    async fn write_down(&self, id: WorkspaceId, sandbox: &Sandbox, warnings: Vec<String>) -> Result<(), ErrorDetail> {
+    async fn write_down(
+        &self,
+        id: WorkspaceId,
+        sandbox: &Sandbox,
+        warnings: Vec<String>,
+    ) -> Result<(), ErrorDetail> {
         for warning in &warnings {
             tracing::warn!(workspace = %id, warning, "a workspace was created with a warning");
         }
@@ -168,7 +182,8 @@ impl Workspaces {
     /// Removes what a failed attempt left. A row whose remains can't be removed stays, for recovery.
     async fn undo(&self, provider: &SharedProvider, id: WorkspaceId) -> Result<(), ErrorDetail> {
         if let Err(error) = provider.destroy(id).await {
-            let message = format!("creating failed, and so did cleaning up ({error}); it will be tried again");
+            let message =
+                format!("creating failed, and so did cleaning up ({error}); it will be tried again");
             let _ = self.store.set_error(id, &message).await;
             return Err(ErrorDetail::new(ErrorCode::ProviderFailed, message));
         }
@@ -203,12 +218,20 @@ fn all_failed(mut failures: Vec<(RejectedCandidate, ErrorDetail)>) -> ErrorDetai
     let each: Vec<String> =
         failures.iter().map(|(failed, _)| format!("{}: {}", failed.provider, failed.reason)).collect();
     let candidates: Vec<&RejectedCandidate> = failures.iter().map(|(failed, _)| failed).collect();
-    ErrorDetail::new(ErrorCode::ProviderFailed, format!("every provider failed: {}", each.join("; ")))
+    // All for the same reason (an image that is not there): then that is what the caller must know.
+    let first = failures.first().map(|(_, error)| error.code);
+    let same = failures.iter().all(|(_, error)| Some(error.code) == first);
+    let code = first.filter(|_| same).unwrap_or(ErrorCode::ProviderFailed);
+    ErrorDetail::new(code, format!("every provider failed: {}", each.join("; ")))
         .with_details(json!({ "candidates": candidates }))
 }
 
 /// Clones a repository into the workspace. A repository that wants credentials leaves it empty, with a warning.
-async fn checkout(channel: &GuestClient, url: &str, branch: Option<&str>) -> Result<Vec<String>, ErrorDetail> {
+async fn checkout(
+    channel: &GuestClient,
+    url: &str,
+    branch: Option<&str>,
+) -> Result<Vec<String>, ErrorDetail> {
     let request = GitRequest {
         action: GitAction::Clone,
         path: None,
@@ -231,7 +254,10 @@ async fn checkout(channel: &GuestClient, url: &str, branch: Option<&str>) -> Res
             Err(error) => ErrorDetail::from(error),
         };
         let says = |text: &str| error.message.contains(text);
-        if says("could not read Username") || says("Authentication failed") || says("terminal prompts disabled") {
+        if says("could not read Username")
+            || says("Authentication failed")
+            || says("terminal prompts disabled")
+        {
             return Ok(vec![AUTHENTICATION_FAILED.to_owned()]);
         }
         let network = ["Could not resolve host", "Failed to connect", "Connection", "timed out", "early EOF"];

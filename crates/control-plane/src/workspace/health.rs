@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use emergent_providers::{Health, SharedProvider};
-use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus};
+use emergent_wire::workspace::{
+    Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus,
+};
 
 use super::Workspaces;
 use super::placement::Known;
@@ -44,8 +46,11 @@ impl HealthBoard {
             metrics::counter!("emergent_provider_state_changes_total", "provider" => name.as_str(), "state" => state)
                 .increment(1);
         }
-        metrics::gauge!("emergent_provider_healthy", "provider" => name.as_str())
-            .set(if problem.is_none() { 1.0 } else { 0.0 });
+        metrics::gauge!("emergent_provider_healthy", "provider" => name.as_str()).set(if problem.is_none() {
+            1.0
+        } else {
+            0.0
+        });
     }
 }
 
@@ -84,7 +89,10 @@ impl Workspaces {
     }
 
     /// What `GET /providers` shows.
-    pub(crate) fn provider_infos(&self, active: &std::collections::BTreeMap<ProviderName, u64>) -> Vec<ProviderInfo> {
+    pub(crate) fn provider_infos(
+        &self,
+        active: &std::collections::BTreeMap<ProviderName, u64>,
+    ) -> Vec<ProviderInfo> {
         ProviderName::ALL
             .iter()
             .map(|name| {
@@ -123,10 +131,14 @@ fn disabled_info(name: ProviderName, active_workspaces: u64) -> ProviderInfo {
     let (isolation, requires, message) = match name {
         ProviderName::Firecracker => (IsolationLevel::Microvm, "kvm", "not installed on this server"),
         ProviderName::E2b => (IsolationLevel::Microvm, "E2B_API_KEY", "E2B API key not configured"),
-        ProviderName::Gvisor => (IsolationLevel::ApplicationKernel, "docker", "turned off: providers.gvisor is false"),
-        ProviderName::Docker => {
-            (IsolationLevel::Container, "docker", "not allowed: set providers.allow_docker to use plain containers")
+        ProviderName::Gvisor => {
+            (IsolationLevel::ApplicationKernel, "docker", "turned off: providers.gvisor is false")
         }
+        ProviderName::Docker => (
+            IsolationLevel::Container,
+            "docker",
+            "not allowed: set providers.allow_docker to use plain containers",
+        ),
     };
     ProviderInfo {
         name,

@@ -24,7 +24,9 @@ impl Workspaces {
         use WorkspaceStatus::{Error, Ready, Stopped, Stopping};
         match self.store.transition(id, &[Ready, Error], Stopping).await {
             Ok(_) => {}
-            Err(StoreError::WrongState { status: Stopped, .. }) => return self.store.workspace(id).await.map_err(error_of),
+            Err(StoreError::WrongState { status: Stopped, .. }) => {
+                return self.store.workspace(id).await.map_err(error_of);
+            }
             // Another request or a server that died is at it: joining is safe.
             Err(StoreError::WrongState { status: Stopping, .. }) => {}
             Err(error) => return Err(error_of(error)),
@@ -99,7 +101,10 @@ impl Workspaces {
     }
 
     /// The channel to a workspace that is ready; opened again, and its sandbox started again, where needed.
-    pub(crate) async fn channel(self: &Arc<Self>, record: &WorkspaceRecord) -> Result<GuestClient, ErrorDetail> {
+    pub(crate) async fn channel(
+        self: &Arc<Self>,
+        record: &WorkspaceRecord,
+    ) -> Result<GuestClient, ErrorDetail> {
         let id = record.workspace.id;
         let live = self.live(id);
         if let Some(channel) = live.channel() {
@@ -123,13 +128,17 @@ impl Workspaces {
                     Err(error) => return Err(self.give_up(id, &why, error).await),
                 };
                 let note = json!({ "at": Utc::now(), "reason": why });
-                let _ = self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
+                let _ =
+                    self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
                 sandbox.channel
             }
             Err(error) => return Err(error.into()),
         };
         if record.workspace.status == WorkspaceStatus::Error {
-            self.store.transition(id, &[WorkspaceStatus::Error], WorkspaceStatus::Ready).await.map_err(error_of)?;
+            self.store
+                .transition(id, &[WorkspaceStatus::Error], WorkspaceStatus::Ready)
+                .await
+                .map_err(error_of)?;
         }
         self.adopt_channel(id, channel.clone());
         Ok(channel)
@@ -158,7 +167,9 @@ impl Workspaces {
         }
         let id = record.workspace.id;
         self.live(id).channel();
-        let Ok(provider) = self.provider_of(record) else { return error };
+        let Ok(provider) = self.provider_of(record) else {
+            return error;
+        };
         match provider.explain_end(id).await {
             Some(why) => ErrorDetail::new(
                 ErrorCode::SandboxLost,

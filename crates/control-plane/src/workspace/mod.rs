@@ -20,8 +20,8 @@ use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 
 use crate::config::Settings;
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
-pub(crate) use tools::{FileStream, OutputStream};
 use live::Live;
+pub(crate) use tools::{FileStream, OutputStream};
 
 /// Where file tools stay when the settings say so.
 const CONFINED_TO: [&str; 2] = ["/workspace", "/tmp"];
@@ -38,8 +38,20 @@ pub(crate) struct Workspaces {
 }
 
 impl Workspaces {
-    pub(crate) fn new(store: Store, key: SealingKey, settings: Settings, providers: Vec<SharedProvider>) -> Arc<Self> {
-        Arc::new(Self { store, key, settings, providers, health: HealthBoard::default(), live: Mutex::default() })
+    pub(crate) fn new(
+        store: Store,
+        key: SealingKey,
+        settings: Settings,
+        providers: Vec<SharedProvider>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            store,
+            key,
+            settings,
+            providers,
+            health: HealthBoard::default(),
+            live: Mutex::default(),
+        })
     }
 
     fn live_map(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<Live>>> {
@@ -63,7 +75,8 @@ impl Workspaces {
     /// A provider by its name.
     pub(crate) fn provider(&self, name: ProviderName) -> Result<&SharedProvider, ErrorDetail> {
         self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
-            let message = format!("the provider '{name}' is not enabled on this server; its workspaces can't be used");
+            let message =
+                format!("the provider '{name}' is not enabled on this server; its workspaces can't be used");
             ErrorDetail::new(ErrorCode::Unavailable, message)
         })
     }
@@ -71,7 +84,10 @@ impl Workspaces {
     /// The provider that a workspace is on.
     fn provider_of(&self, record: &WorkspaceRecord) -> Result<&SharedProvider, ErrorDetail> {
         let name = record.workspace.provider.ok_or_else(|| {
-            ErrorDetail::new(ErrorCode::WrongState, "the workspace has no sandbox yet: wait until it is ready")
+            ErrorDetail::new(
+                ErrorCode::WrongState,
+                "the workspace has no sandbox yet: wait until it is ready",
+            )
         })?;
         self.provider(name)
     }
@@ -110,9 +126,10 @@ impl Workspaces {
 pub(crate) fn error_of(error: StoreError) -> ErrorDetail {
     let text = error.to_string();
     match error {
-        StoreError::NotFound { kind, .. } => {
-            ErrorDetail::new(ErrorCode::NotFound, format!("{text}: list what there is with GET /api/v1/{}", path_of(kind)))
-        }
+        StoreError::NotFound { kind, .. } => ErrorDetail::new(
+            ErrorCode::NotFound,
+            format!("{text}: list what there is with GET /api/v1/{}", path_of(kind)),
+        ),
         StoreError::Conflict { .. } => ErrorDetail::new(ErrorCode::Conflict, text),
         StoreError::LimitReached { limit, current } => ErrorDetail::new(
             ErrorCode::LimitReached,
@@ -145,7 +162,9 @@ fn wrong_state(id: WorkspaceId, status: WorkspaceStatus) -> ErrorDetail {
         WorkspaceStatus::Stopped => "resume it first (POST …/resume)",
         WorkspaceStatus::Destroying => "it is being removed; create a new one",
         WorkspaceStatus::Ready => "it is in use",
-        WorkspaceStatus::Error => "see metadata.error; destroy it, or try a tool call, which tries to revive it",
+        WorkspaceStatus::Error => {
+            "see metadata.error; destroy it, or try a tool call, which tries to revive it"
+        }
     };
     ErrorDetail::new(ErrorCode::WrongState, format!("workspace {id} is {status}: {advice}"))
         .with_details(serde_json::json!({ "status": status }))

@@ -5,7 +5,8 @@
 //! where the configuration allows it.
 
 use emergent_wire::workspace::{
-    ContainerType, DeploymentMode, IsolationLevel, ProviderChoice, ProviderName, RejectedCandidate, SecurityLevel,
+    ContainerType, DeploymentMode, IsolationLevel, ProviderChoice, ProviderName, RejectedCandidate,
+    SecurityLevel,
 };
 use emergent_wire::{ErrorCode, ErrorDetail};
 
@@ -81,7 +82,9 @@ fn refusal(wish: Wish, name: ProviderName, known: Option<&Known>) -> Option<Stri
                 ProviderName::Firecracker => "not installed on this server",
                 ProviderName::E2b => "E2B API key not configured",
                 ProviderName::Gvisor => "turned off by the configuration",
-                ProviderName::Docker => "plain Docker is not allowed by the configuration (providers.allow_docker)",
+                ProviderName::Docker => {
+                    "plain Docker is not allowed by the configuration (providers.allow_docker)"
+                }
             }
             .to_owned(),
         );
@@ -115,7 +118,11 @@ fn nothing_fits(wish: Wish, rejected: &[RejectedCandidate]) -> ErrorDetail {
     let each: Vec<String> =
         rejected.iter().map(|candidate| format!("{}: {}", candidate.provider, candidate.reason)).collect();
     let isolation = rejected.iter().any(|candidate| candidate.reason.starts_with("security_level"));
-    let code = if isolation || wish.provider == ProviderChoice::Docker { ErrorCode::Unacceptable } else { ErrorCode::Unavailable };
+    let code = if isolation || wish.provider == ProviderChoice::Docker {
+        ErrorCode::Unacceptable
+    } else {
+        ErrorCode::Unavailable
+    };
     let message = match (wish.provider.explicit(), each.as_slice()) {
         (Some(_), [only]) => format!("the provider that was asked for can't be used: {only}"),
         _ => format!("no provider can take this workspace: {}", each.join("; ")),
@@ -158,7 +165,9 @@ mod tests {
         prop::collection::vec(prop::option::of(any::<bool>()), 4).prop_map(|states| {
             let states = ProviderName::ALL.iter().zip(states);
             states
-                .filter_map(|(name, state)| state.map(|healthy| known(*name, (!healthy).then_some("is down"))))
+                .filter_map(|(name, state)| {
+                    state.map(|healthy| known(*name, (!healthy).then_some("is down")))
+                })
                 .collect()
         })
     }

@@ -73,7 +73,9 @@ impl Workspaces {
                 Ok(found) => {
                     observed.insert(provider.name(), found);
                 }
-                Err(error) => tracing::warn!(provider = %provider.name(), %error, "sandboxes can't be listed"),
+                Err(error) => {
+                    tracing::warn!(provider = %provider.name(), %error, "sandboxes can't be listed")
+                }
             }
         }
         let rows = match self.store.workspaces_in(WorkspaceStatus::ALL).await {

@@ -7,7 +7,7 @@ use base64::Engine as _;
 use bytes::Bytes;
 use chrono::Utc;
 use emergent_guest_client::{Call, Event};
-use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, UsageAnswer, WriteCall};
+use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, WriteCall};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use emergent_wire::tools::{
@@ -109,7 +109,11 @@ impl Workspaces {
     }
 
     /// Runs a command and waits for its end.
-    pub(crate) async fn bash(self: &Arc<Self>, id: WorkspaceId, request: BashRequest) -> Result<BashAnswer, ErrorDetail> {
+    pub(crate) async fn bash(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: BashRequest,
+    ) -> Result<BashAnswer, ErrorDetail> {
         request.validate()?;
         let limit = time_of(&request);
         let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
@@ -195,13 +199,21 @@ impl Workspaces {
     }
 
     /// Reads numbered lines or a directory.
-    pub(crate) async fn read(self: &Arc<Self>, id: WorkspaceId, request: ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
+    pub(crate) async fn read(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: ReadRequest,
+    ) -> Result<ReadAnswer, ErrorDetail> {
         request.validate()?;
         self.ask(id, &GuestCall::Read(request), FILE_TOOL_TIME).await
     }
 
     /// Opens a file for its exact bytes.
-    pub(crate) async fn read_raw(self: &Arc<Self>, id: WorkspaceId, request: ReadRequest) -> Result<FileStream, ErrorDetail> {
+    pub(crate) async fn read_raw(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: ReadRequest,
+    ) -> Result<FileStream, ErrorDetail> {
         request.validate()?;
         let ToolCall { mut call, record, busy } = self.start(id, &GuestCall::Read(request)).await?;
         let (first, done) = match self.within(&record, FILE_TOOL_TIME, call.next()).await? {
@@ -212,7 +224,11 @@ impl Workspaces {
     }
 
     /// Writes a file.
-    pub(crate) async fn write(self: &Arc<Self>, id: WorkspaceId, request: WriteRequest) -> Result<WriteAnswer, ErrorDetail> {
+    pub(crate) async fn write(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: WriteRequest,
+    ) -> Result<WriteAnswer, ErrorDetail> {
         request.validate()?;
         let content = decode(request.content, request.encoding)?;
         let message = GuestCall::Write(WriteCall { file_path: request.file_path });
@@ -226,42 +242,51 @@ impl Workspaces {
     }
 
     /// Edits a file.
-    pub(crate) async fn edit(self: &Arc<Self>, id: WorkspaceId, request: EditRequest) -> Result<EditAnswer, ErrorDetail> {
+    pub(crate) async fn edit(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: EditRequest,
+    ) -> Result<EditAnswer, ErrorDetail> {
         request.validate()?;
         self.ask(id, &GuestCall::Edit(request), FILE_TOOL_TIME).await
     }
 
     /// Finds files by name.
-    pub(crate) async fn glob(self: &Arc<Self>, id: WorkspaceId, request: GlobRequest) -> Result<GlobAnswer, ErrorDetail> {
+    pub(crate) async fn glob(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: GlobRequest,
+    ) -> Result<GlobAnswer, ErrorDetail> {
         request.validate()?;
         self.ask(id, &GuestCall::Glob(request), FILE_TOOL_TIME).await
     }
 
     /// Searches file contents.
-    pub(crate) async fn grep(self: &Arc<Self>, id: WorkspaceId, request: GrepRequest) -> Result<GrepAnswer, ErrorDetail> {
+    pub(crate) async fn grep(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: GrepRequest,
+    ) -> Result<GrepAnswer, ErrorDetail> {
         request.validate()?;
         self.ask(id, &GuestCall::Grep(request), FILE_TOOL_TIME).await
     }
 
     /// Runs git.
-    pub(crate) async fn git(self: &Arc<Self>, id: WorkspaceId, request: GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    pub(crate) async fn git(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: GitRequest,
+    ) -> Result<GitAnswer, ErrorDetail> {
         request.validate()?;
         let limit = Duration::from_millis(MAX_TIMEOUT_MS) + MARGIN;
         self.ask(id, &GuestCall::Git(request), limit).await
     }
 
-    /// What a workspace uses now; none when it does not run or does not answer.
-    pub(crate) async fn usage(&self, id: WorkspaceId) -> Option<UsageAnswer> {
-        let channel = self.live(id).channel()?;
-        let asked = async {
-            let call = channel.start(&GuestCall::Usage(())).await.ok()?;
-            call.answer().await.ok()
-        };
-        tokio::time::timeout(Duration::from_secs(2), asked).await.ok().flatten()
-    }
-
     /// A workspace as callers see it.
-    pub(crate) async fn get(&self, id: WorkspaceId) -> Result<emergent_wire::workspace::Workspace, ErrorDetail> {
+    pub(crate) async fn get(
+        &self,
+        id: WorkspaceId,
+    ) -> Result<emergent_wire::workspace::Workspace, ErrorDetail> {
         self.store.workspace(id).await.map_err(error_of)
     }
 }
@@ -301,7 +326,9 @@ impl OutputStream {
         match next {
             Ok(Ok(event)) => Ok(event),
             Ok(Err(error)) => Err(self.workspaces.explain_loss(&self.record, error.into()).await),
-            Err(_) => Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time")),
+            Err(_) => {
+                Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time"))
+            }
         }
     }
 }
@@ -322,7 +349,9 @@ impl FileStream {
                 Ok(None)
             }
             Ok(Err(error)) => Err(error.into()),
-            Err(_) => Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time")),
+            Err(_) => {
+                Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time"))
+            }
         }
     }
 

@@ -23,7 +23,11 @@ const DEFAULT_LOG: u32 = 20;
 const LOG_FORMAT: &str = "--format=%H%x1f%an%x1f%ae%x1f%aI%x1f%s%x1f%b%x1e";
 
 /// Runs a request.
-pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
+pub(crate) fn run(
+    agent: &Arc<Agent>,
+    call: &Arc<Call>,
+    request: &GitRequest,
+) -> Result<GitAnswer, ErrorDetail> {
     request.validate()?;
     let directory = Path::new(WORKSPACE_DIR).join(request.path.as_deref().unwrap_or(""));
     let git = Git::new(agent, call, clean(&directory))?;
@@ -125,7 +129,9 @@ impl Target {
     }
 
     fn finish(mut self) -> Result<(), ErrorDetail> {
-        let Some(staging) = self.staging.take() else { return Ok(()) };
+        let Some(staging) = self.staging.take() else {
+            return Ok(());
+        };
         let mut entries: Vec<_> = std::fs::read_dir(&staging)
             .map_err(|error| cannot(&staging, &error))?
             .flatten()
@@ -134,7 +140,8 @@ impl Target {
         // The repository itself comes last: until then this is visibly no repository.
         entries.sort_by_key(|name| name == ".git");
         for name in entries {
-            std::fs::rename(staging.join(&name), self.directory.join(&name)).map_err(|error| cannot(&staging, &error))?;
+            std::fs::rename(staging.join(&name), self.directory.join(&name))
+                .map_err(|error| cannot(&staging, &error))?;
         }
         std::fs::remove_dir(&staging).map_err(|error| cannot(&staging, &error))
     }
@@ -175,7 +182,12 @@ fn diff(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
     };
     let counts = git.output(&as_strs(&with(&["--numstat", "-z"])))?;
     let (patch, truncated) = git.text(&as_strs(&with(&[])))?;
-    Ok(GitAnswer { diff: Some(patch), files: Some(parse::numstat(&counts)), truncated, ..GitAnswer::default() })
+    Ok(GitAnswer {
+        diff: Some(patch),
+        files: Some(parse::numstat(&counts)),
+        truncated,
+        ..GitAnswer::default()
+    })
 }
 
 fn as_strs(arguments: &[String]) -> Vec<&str> {

@@ -22,7 +22,7 @@ pub(super) fn status(output: &[u8]) -> GitStatus {
         status.clean = false;
         let original = line.starts_with("2 ").then(|| records.next().map(text)).flatten();
         if status.files.len() < MAX_FILES {
-            status.files.extend(changes(&line, original));
+            status.files.extend(changes(&line, original.as_deref()));
         }
     }
     status
@@ -36,7 +36,8 @@ fn branch_header(status: &mut GitStatus, header: &str) {
         "branch.head" => status.branch = given("(detached)"),
         "branch.upstream" => status.upstream = Some(value.to_owned()),
         "branch.ab" => {
-            let mut counts = value.split(' ').map(|count| count.trim_start_matches(['+', '-']).parse().unwrap_or(0));
+            let mut counts =
+                value.split(' ').map(|count| count.trim_start_matches(['+', '-']).parse().unwrap_or(0));
             status.ahead = counts.next().unwrap_or(0);
             status.behind = counts.next().unwrap_or(0);
         }
@@ -45,7 +46,7 @@ fn branch_header(status: &mut GitStatus, header: &str) {
 }
 
 /// One record: a path may be changed in the index and, again, in the work tree.
-fn changes(line: &str, original: Option<String>) -> Vec<GitFileStatus> {
+fn changes(line: &str, original: Option<&str>) -> Vec<GitFileStatus> {
     let (kind, rest) = line.split_at(1);
     let rest = rest.trim_start();
     let path_after = |fields: usize| rest.splitn(fields + 1, ' ').nth(fields).unwrap_or_default().to_owned();
@@ -69,7 +70,7 @@ fn changes(line: &str, original: Option<String>) -> Vec<GitFileStatus> {
                         path: path.clone(),
                         status: word(*letter)?.to_owned(),
                         staged,
-                        original_path: original.clone().filter(|_| matches!(letter, 'R' | 'C')),
+                        original_path: original.filter(|_| matches!(letter, 'R' | 'C')).map(str::to_owned),
                     })
                 })
                 .collect()
@@ -139,7 +140,8 @@ pub(super) fn branches(output: &[u8]) -> Vec<GitBranch> {
         .lines()
         .filter_map(|line| {
             let mut fields = line.split('\x1f');
-            let (name, commit, head, upstream) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
+            let (name, commit, head, upstream) =
+                (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
             // A detached HEAD is listed in parentheses; it is no branch.
             (!name.starts_with('(')).then(|| GitBranch {
                 name: name.to_owned(),
@@ -159,7 +161,8 @@ mod tests {
 
     #[test]
     fn status_names_every_kind_of_change() {
-        let output = b"# branch.oid abc\0# branch.head main\0# branch.upstream origin/main\0# branch.ab +2 -1\0\
+        let output =
+            b"# branch.oid abc\0# branch.head main\0# branch.upstream origin/main\0# branch.ab +2 -1\0\
             1 .M N... 100644 100644 100644 aaa bbb a file.txt\0\
             1 MM N... 100644 100644 100644 aaa bbb both\0\
             2 R. N... 100644 100644 100644 aaa bbb R100 new name\0old name\0\

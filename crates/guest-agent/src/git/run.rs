@@ -32,7 +32,10 @@ impl Git {
     pub(super) fn new(agent: &Arc<Agent>, call: &Arc<Call>, directory: PathBuf) -> Result<Self, ErrorDetail> {
         let path = agent.environment().remove("PATH").unwrap_or_default();
         let program = find_program(&path, "git").ok_or_else(|| {
-            ErrorDetail::new(ErrorCode::Unacceptable, "the image has no git: install it, or use an image that has it")
+            ErrorDetail::new(
+                ErrorCode::Unacceptable,
+                "the image has no git: install it, or use an image that has it",
+            )
         })?;
         Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory })
     }
@@ -71,7 +74,16 @@ impl Git {
             let message = format!("{} is not a directory", self.directory.display());
             return Err(ErrorDetail::new(ErrorCode::FileNotFound, message));
         }
-        let options = ["-c", "safe.directory=*", "-c", "color.ui=false", "-c", "core.quotePath=false", "-c", "protocol.ext.allow=never"];
+        let options = [
+            "-c",
+            "safe.directory=*",
+            "-c",
+            "color.ui=false",
+            "-c",
+            "core.quotePath=false",
+            "-c",
+            "protocol.ext.allow=never",
+        ];
         let all: Vec<&str> = options.iter().chain(arguments).copied().collect();
         self.agent.memory.begin_activity();
         let started = command::start(
@@ -82,16 +94,20 @@ impl Git {
             &self.environment(),
             Stdio::null(),
         )
-        .map_err(|error| ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}")))?;
-        let wake = self.call.wake().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
+        .map_err(|error| {
+            ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
+        })?;
+        let wake =
+            self.call.wake().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
         let mut captured = Captured::default();
         let timeout = Some(Duration::from_millis(MAX_TIMEOUT_MS));
         let outcome = started.run(&mut captured, timeout, &self.call.cancelled, &wake, &self.agent.drain);
         match (outcome.stopped, outcome.ended) {
             (Some(Stopped::Cancelled), _) => Err(cancelled()),
-            (Some(Stopped::TimedOut), _) => {
-                Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "git did not end within 10 minutes and was stopped"))
-            }
+            (Some(Stopped::TimedOut), _) => Err(ErrorDetail::new(
+                ErrorCode::DeadlineExceeded,
+                "git did not end within 10 minutes and was stopped",
+            )),
             (None, Ended::Exited(0)) => Ok(captured),
             (None, _) => Err(failure(arguments, &captured)),
         }
@@ -147,7 +163,10 @@ fn failure(arguments: &[&str], captured: &Captured) -> ErrorDetail {
     } else if words.contains("could not read Username") || words.contains("Authentication failed") {
         "; the repository needs credentials"
     } else if words.contains("No space left on device") {
-        return ErrorDetail::new(ErrorCode::DiskFull, format!("git {action}: the workspace's disk is full: {words}"));
+        return ErrorDetail::new(
+            ErrorCode::DiskFull,
+            format!("git {action}: the workspace's disk is full: {words}"),
+        );
     } else {
         ""
     };

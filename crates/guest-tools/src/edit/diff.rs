@@ -63,10 +63,7 @@ fn change_lines(writer: &mut DiffWriter<'_>, lines: Range<usize>, replacements: 
         let feeds = |text: &[u8]| memchr_iter(b'\n', text).count();
         let old_count = count_lines(old);
         let new_feeds: usize = replacements.iter().map(|r| feeds(r.text)).sum();
-        let old_feeds: usize = replacements
-            .iter()
-            .map(|r| feeds(&writer.content[r.range.clone()]))
-            .sum();
+        let old_feeds: usize = replacements.iter().map(|r| feeds(&writer.content[r.range.clone()])).sum();
         let new_count = (old_count + new_feeds).saturating_sub(old_feeds);
         writer.lines_changed += old_count.max(new_count) as u64;
         writer.has_omitted = true;
@@ -89,12 +86,7 @@ fn compare(writer: &mut DiffWriter<'_>, mut start: usize, mut old: Vec<&[u8]>, n
     start += old[..prefix].iter().map(|line| line.len()).sum::<usize>();
     old.drain(..prefix);
     let new = &new[prefix..];
-    let suffix = old
-        .iter()
-        .rev()
-        .zip(new.iter().rev())
-        .take_while(|(a, b)| a == b)
-        .count();
+    let suffix = old.iter().rev().zip(new.iter().rev()).take_while(|(a, b)| a == b).count();
     let (old, new) = (&old[..old.len() - suffix], &new[..new.len() - suffix]);
     if old.len() * new.len() > MAX_COMPARED_PAIRS {
         return writer.change(start, old, new);
@@ -281,15 +273,10 @@ impl<'a> DiffWriter<'a> {
         if self.is_full {
             self.text.push_str("… (the diff is cut at 50 KiB)\n");
         } else if self.has_omitted {
-            self.text
-                .push_str("… (changes of very long lines are not shown)\n");
+            self.text.push_str("… (changes of very long lines are not shown)\n");
         }
         Diff {
-            text: if self.lines_changed == 0 {
-                String::new()
-            } else {
-                self.text
-            },
+            text: if self.lines_changed == 0 { String::new() } else { self.text },
             lines_changed: self.lines_changed,
         }
     }
@@ -320,10 +307,7 @@ mod tests {
     fn diff(content: &str, changes: &[(Range<usize>, &str)]) -> Diff {
         let replacements: Vec<Replacement<'_>> = changes
             .iter()
-            .map(|(range, text)| Replacement {
-                range: range.clone(),
-                text: text.as_bytes(),
-            })
+            .map(|(range, text)| Replacement { range: range.clone(), text: text.as_bytes() })
             .collect();
         unified(Path::new("/f"), content.as_bytes(), &replacements)
     }
@@ -345,20 +329,14 @@ mod tests {
     fn lines_that_stay_are_not_shown_as_changed() {
         let found = diff("a\nb\nc\nd\n", &[(0..8, "a\nB\nc\nD\n")]);
         assert_eq!(found.lines_changed, 2);
-        assert_eq!(
-            found.text,
-            "--- /f\n+++ /f\n@@ -1,4 +1,4 @@\n a\n-b\n+B\n c\n-d\n+D\n"
-        );
+        assert_eq!(found.text, "--- /f\n+++ /f\n@@ -1,4 +1,4 @@\n a\n-b\n+B\n c\n-d\n+D\n");
         assert_eq!(diff("a\n", &[(0..1, "a")]), Diff::default());
     }
 
     #[test]
     fn the_ends_of_files_are_right() {
         let made = diff("", &[(0..0, "x\ny")]);
-        assert_eq!(
-            made.text,
-            "--- /f\n+++ /f\n@@ -0,0 +1,2 @@\n+x\n+y\n\\ No newline at end of file\n"
-        );
+        assert_eq!(made.text, "--- /f\n+++ /f\n@@ -0,0 +1,2 @@\n+x\n+y\n\\ No newline at end of file\n");
         assert_eq!(made.lines_changed, 2);
         let removed = diff("a\nb\n", &[(0..4, "")]);
         assert_eq!(removed.text, "--- /f\n+++ /f\n@@ -1,2 +0,0 @@\n-a\n-b\n");

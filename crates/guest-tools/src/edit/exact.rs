@@ -51,15 +51,9 @@ pub(super) fn find(
         let ranges = find_form(content, old, wanted, cancel)?;
         let lf = to_lf(old);
         if !ranges.is_empty() || matches!(lf, Cow::Borrowed(_)) {
-            return Ok(Places {
-                ranges,
-                line_ends: NewLineEnds::AsGiven,
-            });
+            return Ok(Places { ranges, line_ends: NewLineEnds::AsGiven });
         }
-        return Ok(Places {
-            ranges: find_form(content, &lf, wanted, cancel)?,
-            line_ends: NewLineEnds::Lf,
-        });
+        return Ok(Places { ranges: find_form(content, &lf, wanted, cancel)?, line_ends: NewLineEnds::Lf });
     }
     let mut ranges = find_form(content, old, wanted, cancel)?;
     if old.contains(&b'\n') && has_crlf(content) {
@@ -84,10 +78,7 @@ pub(super) fn find(
         }
         ranges.truncate(wanted.most);
     }
-    Ok(Places {
-        ranges,
-        line_ends: NewLineEnds::Local,
-    })
+    Ok(Places { ranges, line_ends: NewLineEnds::Local })
 }
 
 fn find_form(
@@ -108,11 +99,7 @@ fn find_form(
         };
         let start = from + at;
         ranges.push(start..start + old.len());
-        from = if wanted.overlapping {
-            start + 1
-        } else {
-            start + old.len()
-        };
+        from = if wanted.overlapping { start + 1 } else { start + old.len() };
     }
     Ok(ranges)
 }
@@ -122,13 +109,8 @@ mod tests {
     use super::*;
 
     fn ranges(content: &[u8], old: &[u8], overlapping: bool) -> Vec<Range<usize>> {
-        let wanted = Wanted {
-            most: 10,
-            overlapping,
-        };
-        find(content, old, wanted, &AtomicBool::new(false))
-            .unwrap()
-            .ranges
+        let wanted = Wanted { most: 10, overlapping };
+        find(content, old, wanted, &AtomicBool::new(false)).unwrap().ranges
     }
 
     #[test]

@@ -64,11 +64,8 @@ impl<'a> LocalLineEnds<'a> {
             }
         };
         self.next = Some(next);
-        let line_feed = if next < self.content.len() {
-            Some(next)
-        } else {
-            memrchr(b'\n', &self.content[..range.start])
-        };
+        let line_feed =
+            if next < self.content.len() { Some(next) } else { memrchr(b'\n', &self.content[..range.start]) };
         line_feed.is_some_and(|at| at > 0 && self.content[at - 1] == b'\r')
     }
 }

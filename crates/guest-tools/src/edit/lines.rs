@@ -49,10 +49,7 @@ pub(super) struct Lines<'a> {
 }
 
 impl<'a> Lines<'a> {
-    #[allow(
-        clippy::cast_possible_truncation,
-        reason = "texts here have a few MiB; half of a hash is a hash"
-    )]
+    #[allow(clippy::cast_possible_truncation, reason = "texts here have a few MiB; half of a hash is a hash")]
     pub(super) fn new(text: &'a [u8]) -> Self {
         let mut lines = Vec::new();
         let mut start = 0;
@@ -101,9 +98,7 @@ impl<'a> Lines<'a> {
 
     /// Where the next line starts.
     pub(super) fn next(&self, index: usize) -> usize {
-        self.lines
-            .get(index + 1)
-            .map_or(self.text.len(), |line| line.start as usize)
+        self.lines.get(index + 1).map_or(self.text.len(), |line| line.start as usize)
     }
 
     /// Whether two lines are the same but for white space around them.

@@ -80,15 +80,7 @@ impl<'a> Search<'a> {
         wanted: Wanted,
         cancel: &'a AtomicBool,
     ) -> Self {
-        Self {
-            body,
-            old,
-            new,
-            file: Lines::new(body),
-            block: Lines::new(old),
-            wanted,
-            cancel,
-        }
+        Self { body, old, new, file: Lines::new(body), block: Lines::new(old), wanted, cancel }
     }
 
     /// Tries the matchers in order. The last resort is a matcher that found several places: the caller must say
@@ -112,11 +104,7 @@ impl<'a> Search<'a> {
                 _ => Cow::Borrowed(self.new),
             };
             let is_decided = matches.len() == 1 || (replace_all && !is_fuzzy);
-            let found = Found {
-                matched_by,
-                new,
-                matches,
-            };
+            let found = Found { matched_by, new, matches };
             if is_decided {
                 return Ok(Some(found));
             }
@@ -130,20 +118,14 @@ impl<'a> Search<'a> {
         let last = first + count - 1;
         let start = self.file.start(first);
         if !self.old.ends_with(b"\n") {
-            return Match {
-                range: start..self.file.end(last),
-                new: 0..self.new.len(),
-            };
+            return Match { range: start..self.file.end(last), new: 0..self.new.len() };
         }
         let has_line_end = self.file.next(last) > self.file.end(last);
         let new_length = match self.new.strip_suffix(b"\n") {
             Some(new) if !has_line_end => new.len(),
             _ => self.new.len(),
         };
-        Match {
-            range: start..self.file.next(last),
-            new: 0..new_length,
-        }
+        Match { range: start..self.file.next(last), new: 0..new_length }
     }
 
     fn without_overlaps(&self, firsts: Vec<usize>) -> Vec<usize> {
@@ -176,10 +158,7 @@ impl<'a> Search<'a> {
         let new_rest = &self.new[new_lead.len()..];
         let new_trail = &new_rest[new_rest.len() - blank_end(new_rest)..];
 
-        let mut fitted = Match {
-            range: words.clone(),
-            new: 0..self.new.len(),
-        };
+        let mut fitted = Match { range: words.clone(), new: 0..self.new.len() };
         if old_lead == new_lead {
             fitted.new.start = new_lead.len();
         } else {
@@ -212,14 +191,9 @@ impl<'a> Search<'a> {
 
 fn line_trimmed(search: &Search<'_>, budget: &mut Budget<'_>) -> Result<Vec<Match>, Stop> {
     let count = search.block.len();
-    let firsts = search
-        .file
-        .find_blocks(&search.block, search.wanted.most, budget)?;
+    let firsts = search.file.find_blocks(&search.block, search.wanted.most, budget)?;
     let firsts = search.without_overlaps(firsts);
-    Ok(firsts
-        .into_iter()
-        .map(|first| search.whole_lines(first, count))
-        .collect())
+    Ok(firsts.into_iter().map(|first| search.whole_lines(first, count)).collect())
 }
 
 fn block_anchor(search: &Search<'_>, budget: &mut Budget<'_>) -> Result<Vec<Match>, Stop> {
@@ -303,10 +277,7 @@ fn indentation_flexible(search: &Search<'_>, budget: &mut Budget<'_>) -> Result<
         }
     }
     let firsts = search.without_overlaps(firsts);
-    Ok(firsts
-        .into_iter()
-        .map(|first| search.whole_lines(first, count))
-        .collect())
+    Ok(firsts.into_iter().map(|first| search.whole_lines(first, count)).collect())
 }
 
 fn escape_normalized(search: &Search<'_>, _: &mut Budget<'_>) -> Result<Vec<Match>, Stop> {
@@ -315,13 +286,7 @@ fn escape_normalized(search: &Search<'_>, _: &mut Budget<'_>) -> Result<Vec<Matc
     };
     let new_length = unescape(search.new).len();
     let ranges = search.find_exactly(&old)?;
-    Ok(ranges
-        .into_iter()
-        .map(|range| Match {
-            range,
-            new: 0..new_length,
-        })
-        .collect())
+    Ok(ranges.into_iter().map(|range| Match { range, new: 0..new_length }).collect())
 }
 
 fn trimmed_boundary(search: &Search<'_>, _: &mut Budget<'_>) -> Result<Vec<Match>, Stop> {
@@ -331,10 +296,7 @@ fn trimmed_boundary(search: &Search<'_>, _: &mut Budget<'_>) -> Result<Vec<Match
     }
     let mut ranges = search.find_exactly(words)?;
     ranges.retain(|range| search.has_room(range));
-    Ok(ranges
-        .into_iter()
-        .map(|range| search.fit_boundaries(range))
-        .collect())
+    Ok(ranges.into_iter().map(|range| search.fit_boundaries(range)).collect())
 }
 
 fn context_aware(search: &Search<'_>, budget: &mut Budget<'_>) -> Result<Vec<Match>, Stop> {
@@ -350,10 +312,7 @@ fn context_aware(search: &Search<'_>, budget: &mut Budget<'_>) -> Result<Vec<Mat
         }
         budget.spend(count * 8)?;
         let inner: Vec<usize> = (1..count - 1).filter(|&index| !block.is_blank(index)).collect();
-        let same = inner
-            .iter()
-            .filter(|&&index| file.same(first + index, block, index))
-            .count();
+        let same = inner.iter().filter(|&&index| file.same(first + index, block, index)).count();
         if same * 2 >= inner.len() {
             matches.push(search.whole_lines(first, count));
         }

@@ -101,10 +101,7 @@ fn create(
         check_expected(request, stat.as_ref().map(|_| [].as_slice()), &location.path)?;
     }
     let new = request.new_string.as_bytes();
-    let made = Replacement {
-        range: 0..0,
-        text: new,
-    };
+    let made = Replacement { range: 0..0, text: new };
     let diff = diff::unified(&location.path, b"", &[made]);
     let version = stat.as_ref().map(Version::of);
     let mut writer = FileWriter::begin(location, stat)?;
@@ -138,9 +135,7 @@ fn replace(
     };
     // What is there at the end is compared with this, taken before the file is opened: no change goes unseen.
     check_file(&location.path, &stat)?;
-    let file = location
-        .open()
-        .map_err(|errno| os_error("edit", &location.path, errno))?;
+    let file = location.open().map_err(|errno| os_error("edit", &location.path, errno))?;
     let content = read_whole(file, &stat, &location.path)?;
     if request.expected_sha256.is_some() {
         check_expected(request, Some(&content), &location.path)?;
@@ -210,10 +205,7 @@ fn check_expected(request: &EditRequest, content: Option<&[u8]>, path: &Path) ->
         hex_digest(hasher)
     });
     let expected = request.expected_sha256.as_deref().unwrap_or_default();
-    if current
-        .as_deref()
-        .is_some_and(|current| current.eq_ignore_ascii_case(expected))
-    {
+    if current.as_deref().is_some_and(|current| current.eq_ignore_ascii_case(expected)) {
         return Ok(());
     }
     Err(ErrorDetail::new(

@@ -42,34 +42,16 @@ impl<'a> Plan<'a> {
         let old = request.old_string.as_bytes();
         let new = request.new_string.as_bytes();
         let wanted = Wanted {
-            most: if request.replace_all {
-                MAX_REPLACEMENTS + 1
-            } else {
-                MAX_NAMED_PLACES + 1
-            },
+            most: if request.replace_all { MAX_REPLACEMENTS + 1 } else { MAX_NAMED_PLACES + 1 },
             overlapping: !request.replace_all,
         };
         let places = exact::find(content, old, wanted, cancel)?;
         let line_ends = places.line_ends;
-        let new_lf = if line_ends == NewLineEnds::Lf {
-            to_lf(new)
-        } else {
-            Cow::Borrowed(new)
-        };
-        let matches: Vec<Match> = places
-            .ranges
-            .into_iter()
-            .map(|range| Match {
-                range,
-                new: 0..new_lf.len(),
-            })
-            .collect();
+        let new_lf = if line_ends == NewLineEnds::Lf { to_lf(new) } else { Cow::Borrowed(new) };
+        let matches: Vec<Match> =
+            places.ranges.into_iter().map(|range| Match { range, new: 0..new_lf.len() }).collect();
         if !matches.is_empty() {
-            let found = Found {
-                matched_by: "exact",
-                new: new_lf,
-                matches,
-            };
+            let found = Found { matched_by: "exact", new: new_lf, matches };
             return Self::decide(found, line_ends, request, content, path);
         }
         if has_line_numbers(old) {
@@ -115,13 +97,7 @@ impl<'a> Plan<'a> {
             ));
         }
         let new_crlf = to_crlf(&found.new).into_owned();
-        Ok(Self {
-            matched_by: found.matched_by,
-            matches: found.matches,
-            new: found.new,
-            new_crlf,
-            line_ends,
-        })
+        Ok(Self { matched_by: found.matched_by, matches: found.matches, new: found.new, new_crlf, line_ends })
     }
 
     /// The replacements with the line ends of their places.
@@ -142,10 +118,7 @@ impl<'a> Plan<'a> {
                 } else {
                     &self.new[found.new.clone()]
                 };
-                Replacement {
-                    range: found.range.clone(),
-                    text,
-                }
+                Replacement { range: found.range.clone(), text }
             })
             .collect()
     }
@@ -162,18 +135,10 @@ fn find_tolerantly<'a>(
     let new = request.new_string.as_bytes();
     let bom = if content.starts_with(BOM) { BOM.len() } else { 0 };
     let strip = |text: &'a [u8]| {
-        if old.starts_with(BOM) {
-            text.strip_prefix(BOM).unwrap_or(text)
-        } else {
-            text
-        }
+        if old.starts_with(BOM) { text.strip_prefix(BOM).unwrap_or(text) } else { text }
     };
     let old_lf = to_lf(strip(old));
-    let new_lf = if old.contains(&b'\r') {
-        to_lf(strip(new))
-    } else {
-        Cow::Borrowed(strip(new))
-    };
+    let new_lf = if old.contains(&b'\r') { to_lf(strip(new)) } else { Cow::Borrowed(strip(new)) };
     let search = Search::new(&content[bom..], &old_lf, &new_lf, wanted, cancel);
     let found = search.run(request.replace_all)?;
     Ok(found.map(|found| Found {
@@ -182,10 +147,7 @@ fn find_tolerantly<'a>(
         matches: found
             .matches
             .into_iter()
-            .map(|m| Match {
-                range: m.range.start + bom..m.range.end + bom,
-                new: m.new,
-            })
+            .map(|m| Match { range: m.range.start + bom..m.range.end + bom, new: m.new })
             .collect(),
     }))
 }
@@ -198,11 +160,7 @@ fn multiple_matches(found: &Found<'_>, content: &[u8], path: &Path) -> ErrorDeta
         .map(|m| memchr::memchr_iter(b'\n', &content[..m.range.start]).count() + 1)
         .collect();
     let named: Vec<String> = lines.iter().map(usize::to_string).collect();
-    let more = if found.matches.len() > MAX_NAMED_PLACES {
-        " and more"
-    } else {
-        ""
-    };
+    let more = if found.matches.len() > MAX_NAMED_PLACES { " and more" } else { "" };
     ErrorDetail::new(
         ErrorCode::MultipleMatches,
         format!(
@@ -221,9 +179,7 @@ fn has_line_numbers(text: &[u8]) -> bool {
     for line in text.trim_ascii().split(|&byte| byte == b'\n') {
         let line = line.trim_ascii_start();
         let digits = line.iter().take_while(|byte| byte.is_ascii_digit()).count();
-        let Some(number) = std::str::from_utf8(&line[..digits])
-            .ok()
-            .and_then(|n| n.parse::<u64>().ok())
+        let Some(number) = std::str::from_utf8(&line[..digits]).ok().and_then(|n| n.parse::<u64>().ok())
         else {
             return false;
         };

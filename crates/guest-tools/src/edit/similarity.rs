@@ -59,12 +59,7 @@ fn line_similarity(a: &[u8], b: &[u8], budget: &mut Budget<'_>) -> Result<f64, S
     }
     let edits = if longest > MAX_COMPARED_LINE {
         let start = a.iter().zip(b).take_while(|(x, y)| x == y).count();
-        let end = a
-            .iter()
-            .rev()
-            .zip(b.iter().rev())
-            .take_while(|(x, y)| x == y)
-            .count();
+        let end = a.iter().rev().zip(b.iter().rev()).take_while(|(x, y)| x == y).count();
         longest - (start + end).min(shortest)
     } else {
         budget.spend(a.len() * b.len())?;

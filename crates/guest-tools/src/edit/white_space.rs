@@ -28,11 +28,7 @@ pub(super) struct OriginalOffsets<'a> {
 
 impl<'a> OriginalOffsets<'a> {
     pub(super) fn new(text: &'a [u8]) -> Self {
-        Self {
-            text,
-            original: 0,
-            normalized: 0,
-        }
+        Self { text, original: 0, normalized: 0 }
     }
 
     /// Where byte `normalized` of the normalised form is in the text. Questions come in ascending order.
@@ -100,11 +96,7 @@ pub(super) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
         rest = &rest[at + 2..];
     }
     plain.extend_from_slice(rest);
-    if plain == text {
-        Cow::Borrowed(text)
-    } else {
-        Cow::Owned(plain)
-    }
+    if plain == text { Cow::Borrowed(text) } else { Cow::Owned(plain) }
 }
 
 #[cfg(test)]

@@ -34,11 +34,7 @@ struct State {
 
 impl Collector {
     pub(super) fn new(limit: usize) -> Self {
-        Self {
-            limit,
-            is_full: AtomicBool::new(false),
-            state: Mutex::default(),
-        }
+        Self { limit, is_full: AtomicBool::new(false), state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -48,11 +44,7 @@ impl Collector {
     /// Whether a file may still have matches for the answer.
     pub(super) fn needs_file(&self, path: &Path) -> bool {
         !self.is_full.load(Ordering::Relaxed)
-            || self
-                .state()
-                .files
-                .last_key_value()
-                .is_none_or(|(last, _)| path.as_os_str() < last.as_os_str())
+            || self.state().files.last_key_value().is_none_or(|(last, _)| path.as_os_str() < last.as_os_str())
     }
 
     /// Whether a directory may still have files for the answer.
@@ -62,10 +54,7 @@ impl Collector {
         }
         let mut first = path.as_os_str().to_owned();
         first.push("/");
-        self.state()
-            .files
-            .last_key_value()
-            .is_none_or(|(last, _)| first <= *last)
+        self.state().files.last_key_value().is_none_or(|(last, _)| first <= *last)
     }
 
     /// Adds the matches of a file, in the order of lines.
@@ -108,10 +97,7 @@ impl Collector {
 
     pub(super) fn answer(self) -> GrepAnswer {
         let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let mut answer = GrepAnswer {
-            skipped: state.skipped.into_iter().collect(),
-            ..GrepAnswer::default()
-        };
+        let mut answer = GrepAnswer { skipped: state.skipped.into_iter().collect(), ..GrepAnswer::default() };
         let mut bytes = 0;
         for found in state.files.into_values().flatten() {
             bytes += size(&found);
@@ -128,11 +114,7 @@ impl Collector {
 
 /// About the memory a match takes.
 pub(super) fn size(found: &GrepMatch) -> usize {
-    let lines = found
-        .before
-        .iter()
-        .chain(&found.after)
-        .chain([&found.line, &found.file_path]);
+    let lines = found.before.iter().chain(&found.after).chain([&found.line, &found.file_path]);
     lines.map(|line| line.len() + 24).sum()
 }
 
@@ -142,11 +124,7 @@ mod tests {
 
     fn matches(path: &str, lines: std::ops::Range<u64>) -> Vec<GrepMatch> {
         lines
-            .map(|line_number| GrepMatch {
-                file_path: path.into(),
-                line_number,
-                ..GrepMatch::default()
-            })
+            .map(|line_number| GrepMatch { file_path: path.into(), line_number, ..GrepMatch::default() })
             .collect()
     }
 
@@ -162,11 +140,8 @@ mod tests {
             assert!(collector.needs_directory(Path::new("a")));
             let answer = collector.answer();
             assert!(answer.truncated);
-            let found: Vec<_> = answer
-                .matches
-                .iter()
-                .map(|m| (m.file_path.as_str(), m.line_number))
-                .collect();
+            let found: Vec<_> =
+                answer.matches.iter().map(|m| (m.file_path.as_str(), m.line_number)).collect();
             assert_eq!(found, [("a", 1), ("a", 2), ("a", 3), ("b", 1), ("b", 2)]);
         }
     }

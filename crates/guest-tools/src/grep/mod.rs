@@ -52,17 +52,9 @@ pub fn grep(
         matches: request.limit.unwrap_or(DEFAULT_MATCHES) as usize,
         context: request.context.unwrap_or(0) as usize,
     };
-    let root = open_root(
-        context,
-        request.path.as_deref().map_or(&context.workspace_dir, Path::new),
-    )?;
+    let root = open_root(context, request.path.as_deref().map_or(&context.workspace_dir, Path::new))?;
     let collector = Collector::new(limits.matches);
-    let search = Search {
-        matcher: &matcher,
-        limits,
-        cancel,
-        collector: &collector,
-    };
+    let search = Search { matcher: &matcher, limits, cancel, collector: &collector };
     match root.file_type {
         FileType::RegularFile => search.explicit_file(&root),
         FileType::Directory => search.tree(context, &root.path, include.as_ref()),
@@ -127,10 +119,7 @@ impl Search<'_> {
     fn explicit_file(&self, root: &Root) {
         let is_binary = self.file(&mut self.searcher(), &root.file, &root.path);
         if is_binary {
-            self.collector.skip(
-                &root.path,
-                "a binary file (it has a NUL byte), not searched to its end",
-            );
+            self.collector.skip(&root.path, "a binary file (it has a NUL byte), not searched to its end");
         }
     }
 
@@ -165,11 +154,7 @@ impl Search<'_> {
             return WalkState::Continue;
         };
         if kind.is_dir() {
-            return if self.collector.needs_directory(path) {
-                WalkState::Continue
-            } else {
-                WalkState::Skip
-            };
+            return if self.collector.needs_directory(path) { WalkState::Continue } else { WalkState::Skip };
         }
         let is_wanted = kind.is_file()
             && include.is_none_or(|include| include.is_match(path.strip_prefix(root).unwrap_or(path)))
@@ -192,11 +177,7 @@ impl Search<'_> {
     /// Searches one file; says whether it is binary.
     fn file(&self, searcher: &mut Searcher, file: &File, path: &Path) -> bool {
         let mut sink = MatchSink::new(self.limits, path);
-        let reader = FileReader {
-            file,
-            is_at_end: false,
-            cancel: self.cancel,
-        };
+        let reader = FileReader { file, is_at_end: false, cancel: self.cancel };
         let result = searcher.search_reader(self.matcher, reader, &mut sink);
         let is_binary = sink.is_binary();
         let matches = sink.into_matches();
@@ -210,9 +191,7 @@ impl Search<'_> {
     }
 
     fn walk_error(&self, error: &ignore::Error) {
-        let is_gone = error
-            .io_error()
-            .is_some_and(|error| error.kind() == io::ErrorKind::NotFound);
+        let is_gone = error.io_error().is_some_and(|error| error.kind() == io::ErrorKind::NotFound);
         if !is_gone {
             self.collector.skip_message(error.to_string());
         }

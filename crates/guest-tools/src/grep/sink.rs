@@ -61,11 +61,7 @@ impl<'a> MatchSink<'a> {
     fn line(&mut self, number: u64, bytes: &[u8], is_match: bool) -> bool {
         let is_new = is_match && !self.is_full();
         let context = self.limits.context as u64;
-        while self
-            .matches
-            .get(self.open)
-            .is_some_and(|found| found.line_number + context < number)
-        {
+        while self.matches.get(self.open).is_some_and(|found| found.line_number + context < number) {
             self.open += 1;
         }
         if !is_new && self.open == self.matches.len() && self.is_full() {

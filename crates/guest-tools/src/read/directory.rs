@@ -82,10 +82,7 @@ pub(super) fn list(
     let mut content = String::new();
     let mut next = offset;
     let sorted = smallest.into_sorted_vec();
-    for (name, kind) in sorted
-        .into_iter()
-        .skip(usize::try_from(skipped).unwrap_or(usize::MAX))
-    {
+    for (name, kind) in sorted.into_iter().skip(usize::try_from(skipped).unwrap_or(usize::MAX)) {
         check_cancel(cancel)?;
         let mut entry = String::from_utf8_lossy(&name).into_owned();
         if is_directory(context, location, &name, kind) {

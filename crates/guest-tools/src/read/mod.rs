@@ -94,14 +94,8 @@ pub fn open_raw(context: &Context, path: &str) -> Result<RawFile, ErrorDetail> {
         ));
     }
     let mut head = vec![0; HEAD_BYTES];
-    let read = file
-        .read_at(&mut head, 0)
-        .map_err(|error| io_error("read", &location.path, &error))?;
-    Ok(RawFile {
-        file,
-        size,
-        media_type: media_type(&head[..read]).to_owned(),
-    })
+    let read = file.read_at(&mut head, 0).map_err(|error| io_error("read", &location.path, &error))?;
+    Ok(RawFile { file, size, media_type: media_type(&head[..read]).to_owned() })
 }
 
 fn open(context: &Context, path: &str) -> Result<(Location, File, Stat), ErrorDetail> {

@@ -74,8 +74,7 @@ impl Pager {
 
     /// Whether the page is full and a line behind it has begun: nothing more needs to be read for the page.
     pub(super) fn knows_next_page(&self) -> bool {
-        self.next
-            .is_some_and(|next| self.line > next || self.line_bytes > 0)
+        self.next.is_some_and(|next| self.line > next || self.line_bytes > 0)
     }
 
     /// Behind the page only the number of lines matters.
@@ -118,11 +117,7 @@ impl Pager {
     fn show_line(&mut self) {
         let (mut text, cut) = line_head(without_line_end(&self.head));
         if cut {
-            let _ = write!(
-                text,
-                " … (line cut at {MAX_LINE_CHARS} of {} characters)",
-                self.line_chars
-            );
+            let _ = write!(text, " … (line cut at {MAX_LINE_CHARS} of {} characters)", self.line_chars);
         }
         let number = self.line.to_string();
         if self.content.len() + number.len() + 2 + text.len() + 1 > MAX_READ_BYTES {
@@ -162,11 +157,7 @@ impl Pager {
         let note = match next_offset {
             Some(next) => {
                 let of = total_lines.map_or(String::new(), |total| format!(" of {total}"));
-                let why = if self.is_cut_by_size {
-                    " (an answer holds 50 KiB)"
-                } else {
-                    ""
-                };
+                let why = if self.is_cut_by_size { " (an answer holds 50 KiB)" } else { "" };
                 Some(format!(
                     "Lines {} to {}{of} are shown{why}. Read on with offset {next}.",
                     self.offset,
@@ -176,11 +167,6 @@ impl Pager {
             None if lines == 0 => Some("The file is empty.".to_owned()),
             None => None,
         };
-        Ok(Page {
-            content: self.content,
-            total_lines,
-            next_offset,
-            note,
-        })
+        Ok(Page { content: self.content, total_lines, next_offset, note })
     }
 }

@@ -17,10 +17,7 @@ const MAX_NAMES: usize = 10_000;
 pub(crate) fn not_found(location: &Location) -> ErrorDetail {
     let path = &location.path;
     let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
-        return ErrorDetail::new(
-            ErrorCode::FileNotFound,
-            format!("File not found: {}", path.display()),
-        );
+        return ErrorDetail::new(ErrorCode::FileNotFound, format!("File not found: {}", path.display()));
     };
     let Ok(directory) = location.open_parent().and_then(Dir::new) else {
         return ErrorDetail::new(
@@ -50,25 +47,17 @@ pub(crate) fn not_found(location: &Location) -> ErrorDetail {
         .collect();
     similar.sort();
     similar.truncate(MAX_SUGGESTIONS);
-    let similar: Vec<String> = similar
-        .iter()
-        .map(|(_, name)| parent.join(OsStr::from_bytes(name)).display().to_string())
-        .collect();
+    let similar: Vec<String> =
+        similar.iter().map(|(_, name)| parent.join(OsStr::from_bytes(name)).display().to_string()).collect();
     let hint = if is_dangling {
         "It is a link to something that does not exist; write makes the file that it points to.".to_owned()
     } else if similar.is_empty() {
-        format!(
-            "List {} with read, or look for the file with glob.",
-            parent.display()
-        )
+        format!("List {} with read, or look for the file with glob.", parent.display())
     } else {
         format!("Did you mean one of these?\n{}", similar.join("\n"))
     };
-    ErrorDetail::new(
-        ErrorCode::FileNotFound,
-        format!("File not found: {}. {hint}", path.display()),
-    )
-    .with_details(serde_json::json!({ "similar": similar }))
+    ErrorDetail::new(ErrorCode::FileNotFound, format!("File not found: {}. {hint}", path.display()))
+        .with_details(serde_json::json!({ "similar": similar }))
 }
 
 /// How far two names are apart, in steps of typing; none when they have little in common.
@@ -83,11 +72,8 @@ fn distance(wanted: &[u8], candidate: &[u8]) -> Option<u32> {
     if edits * 3 <= length {
         return u32::try_from(edits).ok();
     }
-    let (short, long) = if wanted.len() < candidate.len() {
-        (&wanted, &candidate)
-    } else {
-        (&candidate, &wanted)
-    };
+    let (short, long) =
+        if wanted.len() < candidate.len() { (&wanted, &candidate) } else { (&candidate, &wanted) };
     let stem = |name: &[u8]| memchr::memchr(b'.', name).unwrap_or(name.len());
     let contains = short.len() >= 3 && memchr::memmem::find(long, short).is_some();
     let same_stem = stem(&wanted) >= 3 && wanted[..stem(&wanted)] == candidate[..stem(&candidate)];

@@ -32,12 +32,13 @@ impl Disks {
             return Err("this host has no loop devices".to_owned());
         }
         for program in ["mke2fs", "losetup"] {
-            run(program, &[OsStr::new("--version")]).or_else(|_| run(program, &[OsStr::new("-V")])).map_err(|_| {
-                format!("{program} is not installed (packages e2fsprogs and mount)")
-            })?;
+            run(program, &[OsStr::new("--version")])
+                .or_else(|_| run(program, &[OsStr::new("-V")]))
+                .map_err(|_| format!("{program} is not installed (packages e2fsprogs and mount)"))?;
         }
         fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
-        let directory = directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
+        let directory =
+            directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
         Ok(Self { directory })
     }
 
@@ -48,6 +49,11 @@ impl Disks {
     /// The link to the device of a workspace's disk.
     pub(crate) fn device(&self, id: WorkspaceId) -> PathBuf {
         self.directory.join(format!("{id}.dev"))
+    }
+
+    /// Whether a workspace has a disk.
+    pub(crate) fn exists(&self, id: WorkspaceId) -> bool {
+        self.image(id).exists()
     }
 
     /// Makes a workspace's disk, unless it is there, and attaches it.
@@ -105,7 +111,9 @@ impl Disks {
         if let Some(device) = attached_device(&image)? {
             run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
         }
-        for path in [self.device(id), self.device(id).with_extension("newdev"), image.with_extension("new"), image] {
+        for path in
+            [self.device(id), self.device(id).with_extension("newdev"), image.with_extension("new"), image]
+        {
             match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}
@@ -133,7 +141,9 @@ fn attached_device(image: &Path) -> io::Result<Option<PathBuf>> {
         if !name.as_encoded_bytes().starts_with(b"loop") {
             continue;
         }
-        let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else { continue };
+        let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else {
+            continue;
+        };
         // A file that was removed while attached is shown with this ending.
         let backing = backing.trim_end_matches('\n').trim_end_matches(" (deleted)");
         if Path::new(backing) == image {

@@ -8,10 +8,12 @@ use std::time::Duration;
 use bollard::errors::Error as BollardError;
 use bollard::models::{ContainerCreateBody, ContainerInspectResponse, SystemInfo};
 use bollard::query_parameters::{
-    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, ListContainersOptionsBuilder, ListVolumesOptionsBuilder,
-    RemoveContainerOptionsBuilder, StopContainerOptionsBuilder,
+    AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, ListContainersOptionsBuilder,
+    ListVolumesOptionsBuilder, RemoveContainerOptionsBuilder, StopContainerOptionsBuilder,
+    WaitContainerOptionsBuilder,
 };
 use bollard::{API_DEFAULT_VERSION, Docker};
+use futures_util::StreamExt;
 use tokio::sync::OnceCell;
 
 use super::stream::Attached;
@@ -120,7 +122,9 @@ impl Engine {
             Some(host) if host.starts_with("tcp://") || host.starts_with("http://") => {
                 Docker::connect_with_http(host, seconds, API_DEFAULT_VERSION)
             }
-            Some(host) => return Err(EngineError::Refused(format!("'{host}' is not a unix:// or tcp:// address"))),
+            Some(host) => {
+                return Err(EngineError::Refused(format!("'{host}' is not a unix:// or tcp:// address")));
+            }
         };
         Ok(Self { unversioned: docker?.with_timeout(ACT), docker: Arc::default() })
     }
@@ -150,7 +154,8 @@ impl Engine {
 
     /// Attaches to a container's standard streams; must come before the start, so that nothing is missed.
     pub(crate) async fn attach(&self, name: &str) -> Result<Attached, EngineError> {
-        let options = AttachContainerOptionsBuilder::new().stream(true).stdin(true).stdout(true).stderr(true).build();
+        let options =
+            AttachContainerOptionsBuilder::new().stream(true).stdin(true).stdout(true).stderr(true).build();
         let attached = within(ASK, self.docker().await?.attach_container(name, Some(options))).await?;
         Ok(Attached::new(name, attached.output, attached.input))
     }
@@ -171,9 +176,23 @@ impl Engine {
         let options = RemoveContainerOptionsBuilder::new().force(true).build();
         let removed = within(ACT, self.docker().await?.remove_container(name, Some(options))).await;
         match removed {
-            // Somebody else is removing it right now.
-            Err(EngineError::Conflict(message)) if message.contains("already in progress") => Ok(()),
+            // A request of a server that is gone is still at it.
+            Err(EngineError::Conflict(message)) if message.contains("already in progress") => {
+                self.wait_until_removed(name).await
+            }
             removed => gone_is_fine(removed),
+        }
+    }
+
+    async fn wait_until_removed(&self, name: &str) -> Result<(), EngineError> {
+        let options = WaitContainerOptionsBuilder::new().condition("removed").build();
+        let mut ended = self.docker().await?.wait_container(name, Some(options));
+        // Its end is told as an exit code or as an error; what counts is whether the container is still there.
+        let _ = tokio::time::timeout(ACT, ended.next()).await;
+        match self.inspect(name).await {
+            Err(EngineError::NotFound(_)) => Ok(()),
+            Err(error) => Err(error),
+            Ok(_) => Err(EngineError::Conflict(format!("{name} is still being removed"))),
         }
     }
 
@@ -193,20 +212,42 @@ impl Engine {
         };
         let exec = within(ASK, self.docker().await?.create_exec(name, options)).await?;
         match within(ACT, self.docker().await?.start_exec(&exec.id, None)).await? {
-            bollard::exec::StartExecResults::Attached { output, input } => Ok(Attached::new(name, output, input)),
+            bollard::exec::StartExecResults::Attached { output, input } => {
+                Ok(Attached::new(name, output, input))
+            }
             bollard::exec::StartExecResults::Detached => {
                 Err(EngineError::Other("the engine started an exec without its streams".to_owned()))
             }
         }
     }
 
+    /// Whether there is such a volume.
+    pub(crate) async fn has_volume(&self, name: &str) -> Result<bool, EngineError> {
+        match within(ASK, self.docker().await?.inspect_volume(name)).await {
+            Ok(_) => Ok(true),
+            Err(EngineError::NotFound(_)) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Removes a volume.
     pub(crate) async fn remove_volume(&self, name: &str) -> Result<(), EngineError> {
-        gone_is_fine(within(ACT, self.docker().await?.remove_volume(name, None::<bollard::query_parameters::RemoveVolumeOptions>)).await)
+        gone_is_fine(
+            within(
+                ACT,
+                self.docker()
+                    .await?
+                    .remove_volume(name, None::<bollard::query_parameters::RemoveVolumeOptions>),
+            )
+            .await,
+        )
     }
 
     /// Labels and state of all containers with this label.
-    pub(crate) async fn containers(&self, label: &str) -> Result<Vec<(HashMap<String, String>, bool)>, EngineError> {
+    pub(crate) async fn containers(
+        &self,
+        label: &str,
+    ) -> Result<Vec<(HashMap<String, String>, bool)>, EngineError> {
         let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
         let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
         let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;

@@ -10,8 +10,18 @@ use std::process::{Command, Stdio};
 
 /// Networks that are not the internet.
 const PRIVATE: [&str; 12] = [
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4", "255.255.255.255/32",
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+    "255.255.255.255/32",
 ];
 
 /// The rules for one bridge.
@@ -24,7 +34,8 @@ pub(crate) struct Firewall {
 }
 
 /// The two families.
-const FAMILIES: [Family; 2] = [Family { command: "iptables", v4: true }, Family { command: "ip6tables", v4: false }];
+const FAMILIES: [Family; 2] =
+    [Family { command: "iptables", v4: true }, Family { command: "ip6tables", v4: false }];
 
 #[derive(Clone, Copy)]
 struct Family {
@@ -40,7 +51,8 @@ impl Firewall {
     /// Our two chains, complete, as `iptables-restore` reads them. Loading it again changes nothing.
     fn script(&self, family: Family) -> String {
         let [forward, input] = self.chains();
-        let mut lines = vec!["*filter".to_owned(), format!(":{forward} - [0:0]"), format!(":{input} - [0:0]")];
+        let mut lines =
+            vec!["*filter".to_owned(), format!(":{forward} - [0:0]"), format!(":{input} - [0:0]")];
         let reject = if family.v4 { "icmp-admin-prohibited" } else { "icmp6-adm-prohibited" };
         let established = "-m conntrack --ctstate ESTABLISHED,RELATED";
         if family.v4 {
@@ -131,7 +143,12 @@ impl Family {
         if output.status.success() {
             return Ok(());
         }
-        Err(format!("{} {}: {}", self.command, arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
+        Err(format!(
+            "{} {}: {}",
+            self.command,
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr).trim()
+        ))
     }
 }
 
@@ -171,8 +188,10 @@ mod tests {
 
     #[test]
     fn name_servers_are_reachable_before_private_networks_are_refused() {
-        let firewall =
-            Firewall { bridge: "em-0".into(), nameservers: vec!["10.1.2.3".parse().unwrap(), "::1".parse().unwrap()] };
+        let firewall = Firewall {
+            bridge: "em-0".into(),
+            nameservers: vec!["10.1.2.3".parse().unwrap(), "::1".parse().unwrap()],
+        };
         let script = firewall.script(FAMILIES[0]);
         let dns = script.find("-d 10.1.2.3 -p udp --dport 53 -j RETURN").unwrap();
         let refused = script.find("-d 10.0.0.0/8 -j REJECT").unwrap();

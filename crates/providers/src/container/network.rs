@@ -65,7 +65,8 @@ impl Network {
     }
 
     async fn make(&self, engine: &Engine) -> Result<(), ProviderError> {
-        let made = self.create(engine).await.map_err(|error| ProviderError::failed("creating the network", error));
+        let made =
+            self.create(engine).await.map_err(|error| ProviderError::failed("creating the network", error));
         let made = match made {
             Ok(()) => {
                 let firewall = self.firewall.clone();
@@ -113,7 +114,8 @@ impl Network {
     pub(crate) async fn remove(&self, engine: &Engine) -> Result<(), ProviderError> {
         let mut ready = self.ready.lock().await;
         *ready = false;
-        let docker = engine.docker().await.map_err(|error| ProviderError::failed("removing the network", error))?;
+        let docker =
+            engine.docker().await.map_err(|error| ProviderError::failed("removing the network", error))?;
         gone_is_fine(within(ACT, docker.remove_network(&self.name)).await)
             .map_err(|error| ProviderError::failed("removing the network", error))?;
         let firewall = self.firewall.clone();

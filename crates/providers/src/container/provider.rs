@@ -119,7 +119,7 @@ impl ContainerProvider {
             self.network.ensure(&self.engine).await?;
         }
         let device = self.disks.as_ref().ok().map(|disks| disks.device(spec.id));
-        let host_cpus = self.host_cpus().await.map_err(|error| self.sort(error, spec))?;
+        let host_cpus = self.host_cpus().await.map_err(|error| self.sort(&error, spec))?;
         let copied = self.copy_guest.load(Ordering::Relaxed);
         let around = Surroundings {
             installation: self.installation,
@@ -145,7 +145,7 @@ impl ContainerProvider {
         };
         let disk = self.ensure_disk(spec);
         let (container, disk) = tokio::join!(container, disk);
-        container.map_err(|error| self.sort(error, spec))?;
+        container.map_err(|error| self.sort(&error, spec))?;
         disk?;
         if self.copy_guest.load(Ordering::Relaxed) {
             self.copy_guest_into(&name).await?;
@@ -169,18 +169,34 @@ impl ContainerProvider {
         super::engine::within(super::engine::ACT, upload).await.map_err(|error| failed(&error))
     }
 
+    /// Whether a workspace's files are still there.
+    async fn has_files(&self, id: WorkspaceId) -> Result<bool, ProviderError> {
+        match &self.disks {
+            Ok(disks) => Ok(disks.exists(id)),
+            Err(_) => self
+                .engine
+                .has_volume(&name_of(id))
+                .await
+                .map_err(|error| ProviderError::failed("looking for the volume", error)),
+        }
+    }
+
     async fn ensure_disk(&self, spec: &SandboxSpec) -> Result<(), ProviderError> {
-        let Ok(disks) = self.disks.clone() else { return Ok(()) };
+        let Ok(disks) = self.disks.clone() else {
+            return Ok(());
+        };
         let (id, size) = (spec.id, spec.limits.disk);
         let made = tokio::task::spawn_blocking(move || disks.ensure(id, size)).await;
-        made.map_err(std::io::Error::other).flatten().map_err(|error| ProviderError::failed("making the disk", error))
+        made.map_err(std::io::Error::other)
+            .flatten()
+            .map_err(|error| ProviderError::failed("making the disk", error))
     }
 
     /// Starts the container with its channel attached.
     async fn launch(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
         let name = name_of(spec.id);
-        let attached = self.engine.attach(&name).await.map_err(|error| self.sort(error, spec))?;
-        self.engine.start(&name).await.map_err(|error| self.sort(error, spec))?;
+        let attached = self.engine.attach(&name).await.map_err(|error| self.sort(&error, spec))?;
+        self.engine.start(&name).await.map_err(|error| self.sort(&error, spec))?;
         self.greet(spec, attached).await
     }
 
@@ -221,13 +237,14 @@ impl ContainerProvider {
         }
         let cpus = self.host_cpus().await.unwrap_or(u32::MAX);
         if u64::from(spec.limits.cpu.millis()) > u64::from(cpus) * 1000 {
-            warnings.push(format!("the host has {cpus} CPUs: the limit of {} is not reached", spec.limits.cpu));
+            warnings
+                .push(format!("the host has {cpus} CPUs: the limit of {} is not reached", spec.limits.cpu));
         }
         Sandbox { provider_workspace_id: name_of(spec.id), channel, disk_quota: self.disk_quota(), warnings }
     }
 
     /// What an error of the engine means for the caller.
-    fn sort(&self, error: EngineError, spec: &SandboxSpec) -> ProviderError {
+    fn sort(&self, error: &EngineError, spec: &SandboxSpec) -> ProviderError {
         let text = error.to_string();
         let lower = text.to_ascii_lowercase();
         if self.runtime == Runtime::Gvisor
@@ -236,7 +253,9 @@ impl ContainerProvider {
             return ProviderError::Unavailable(missing_runtime("the engine has no runtime 'runsc'"));
         }
         if self.runtime == Runtime::Gvisor && lower.contains("oci runtime") {
-            return ProviderError::Unavailable(missing_runtime(&format!("it is installed but does not work: {text}")));
+            return ProviderError::Unavailable(missing_runtime(&format!(
+                "it is installed but does not work: {text}"
+            )));
         }
         if lower.contains("no such image") {
             return ProviderError::Unacceptable(format!(
@@ -246,10 +265,14 @@ impl ContainerProvider {
         }
         match error {
             EngineError::Unreachable(_) => ProviderError::Unavailable(text),
-            EngineError::TimedOut(seconds) => ProviderError::TimedOut { what: "the Docker engine", seconds },
+            EngineError::TimedOut(seconds) => {
+                ProviderError::TimedOut { what: "the Docker engine", seconds: *seconds }
+            }
             EngineError::NotFound(_) => ProviderError::Gone(text),
             EngineError::Refused(_) => ProviderError::Unacceptable(text),
-            EngineError::Conflict(_) | EngineError::Other(_) => ProviderError::failed("the Docker engine", text),
+            EngineError::Conflict(_) | EngineError::Other(_) => {
+                ProviderError::failed("the Docker engine", text)
+            }
         }
     }
 
@@ -270,7 +293,9 @@ impl ContainerProvider {
 }
 
 fn missing_runtime(reason: &str) -> String {
-    format!("{GVISOR_MISSING}: {reason}. Run `emergent doctor` for how to fix it, or `make setup`, which installs it")
+    format!(
+        "{GVISOR_MISSING}: {reason}. Run `emergent doctor` for how to fix it, or `make setup`, which installs it"
+    )
 }
 
 fn cpus_of(info: &SystemInfo) -> u32 {
@@ -305,7 +330,9 @@ impl WorkspaceProvider for ContainerProvider {
     async fn health(&self) -> Health {
         let info = match self.engine.info().await {
             Ok(info) => info,
-            Err(error) => return Health { problem: Some(error.to_string()), note: None, available: None },
+            Err(error) => {
+                return Health { problem: Some(error.to_string()), note: None, available: None };
+            }
         };
         self.host_cpus.store(cpus_of(&info), Ordering::Relaxed);
         let has_runsc = info.runtimes.as_ref().is_some_and(|runtimes| runtimes.contains_key(RUNSC));
@@ -320,7 +347,8 @@ impl WorkspaceProvider for ContainerProvider {
             .chain(self.network.problem())
             .collect();
         let disk = info.docker_root_dir.as_deref().map_or(0, free_bytes);
-        let available = AvailableResources { cpus: cpus_of(&info), memory_bytes: free_memory(&info), disk_bytes: disk };
+        let available =
+            AvailableResources { cpus: cpus_of(&info), memory_bytes: free_memory(&info), disk_bytes: disk };
         Health { problem, note: (!notes.is_empty()).then(|| notes.join("; ")), available: Some(available) }
     }
 
@@ -334,8 +362,14 @@ impl WorkspaceProvider for ContainerProvider {
 
     async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
         let name = name_of(id);
-        self.engine.remove(&name).await.map_err(|error| ProviderError::failed("removing the container", error))?;
-        self.engine.remove_volume(&name).await.map_err(|error| ProviderError::failed("removing the volume", error))?;
+        self.engine
+            .remove(&name)
+            .await
+            .map_err(|error| ProviderError::failed("removing the container", error))?;
+        self.engine
+            .remove_volume(&name)
+            .await
+            .map_err(|error| ProviderError::failed("removing the volume", error))?;
         if let Ok(disks) = self.disks.clone() {
             let removed = tokio::task::spawn_blocking(move || disks.remove(id)).await;
             removed
@@ -368,8 +402,12 @@ impl WorkspaceProvider for ContainerProvider {
                 }
                 self.ensure_disk(spec).await?;
             }
-            Err(EngineError::NotFound(_)) => self.make(spec).await?,
-            Err(error) => return Err(self.sort(error, spec)),
+            // A new, empty disk must never be taken for the old one.
+            Err(EngineError::NotFound(_)) if self.has_files(spec.id).await? => self.make(spec).await?,
+            Err(EngineError::NotFound(_)) => {
+                return Err(ProviderError::Gone("its container and its files were removed".to_owned()));
+            }
+            Err(error) => return Err(self.sort(&error, spec)),
         }
         let channel = self.launch(spec).await?;
         Ok(self.sandbox(spec, channel).await)
@@ -380,7 +418,7 @@ impl WorkspaceProvider for ContainerProvider {
         let found = match self.engine.inspect(&name).await {
             Ok(found) => found,
             Err(EngineError::NotFound(message)) => return Err(ProviderError::Gone(message)),
-            Err(error) => return Err(self.sort(error, spec)),
+            Err(error) => return Err(self.sort(&error, spec)),
         };
         let state = found.state.unwrap_or_default();
         if state.running != Some(true) {
@@ -388,7 +426,7 @@ impl WorkspaceProvider for ContainerProvider {
             return Err(ProviderError::NotRunning(end));
         }
         let program = vec![GUEST_PATH.to_owned(), "connect".to_owned()];
-        let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(error, spec))?;
+        let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(&error, spec))?;
         self.greet(spec, attached).await
     }
 
@@ -411,7 +449,8 @@ impl WorkspaceProvider for ContainerProvider {
 
     async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
         let failed = |error: EngineError| ProviderError::failed("listing sandboxes", error);
-        let id_of = |labels: &HashMap<String, String>| WorkspaceId::from_str(labels.get(LABEL_WORKSPACE)?).ok();
+        let id_of =
+            |labels: &HashMap<String, String>| WorkspaceId::from_str(labels.get(LABEL_WORKSPACE)?).ok();
         let mut found: HashMap<WorkspaceId, ObservedState> = HashMap::new();
         for labels in self.engine.volumes(&self.label()).await.map_err(failed)? {
             found.extend(id_of(&labels).map(|id| (id, ObservedState::Remains)));

@@ -20,9 +20,8 @@ pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
 /// Processes and threads at most. On gVisor this counts the threads of its kernel as well.
 const MAX_PIDS: i64 = 4096;
 /// What building and installing software needs; everything else is dropped.
-const CAPABILITIES: [&str; 9] = [
-    "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE",
-];
+const CAPABILITIES: [&str; 9] =
+    ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE"];
 
 /// What the engine is told besides the sandbox's own specification.
 pub(crate) struct Surroundings<'a> {
@@ -69,12 +68,12 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         }),
         // Standard output is the channel; it must not be written to the engine's logs.
         log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
-        restart_policy: Some(RestartPolicy { name: Some(RestartPolicyNameEnum::NO), maximum_retry_count: None }),
-        ulimits: Some(vec![ResourcesUlimits {
-            name: Some("nofile".to_owned()),
-            soft: Some(65536),
-            hard: Some(65536),
-        }]),
+        restart_policy: Some(RestartPolicy {
+            name: Some(RestartPolicyNameEnum::NO),
+            maximum_retry_count: None,
+        }),
+        // The agent's own stack is small: on gVisor all of it is resident. Its children get the usual size.
+        ulimits: around.runtime.map(|_| vec![small_stack()]),
         ..HostConfig::default()
     };
     ContainerCreateBody {
@@ -94,6 +93,10 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         host_config: Some(host),
         ..ContainerCreateBody::default()
     }
+}
+
+fn small_stack() -> ResourcesUlimits {
+    ResourcesUlimits { name: Some("stack".to_owned()), soft: Some(256 << 10), hard: Some(-1) }
 }
 
 fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
@@ -169,7 +172,9 @@ mod tests {
         assert_eq!(host.nano_cpus, Some(500_000_000));
         assert_eq!((host.memory, host.memory_swap), (Some(4 << 30), Some(4 << 30)));
         assert_eq!(host.cap_drop, Some(vec!["ALL".to_owned()]));
-        assert!(host.cap_add.unwrap().iter().all(|cap| cap != "SYS_ADMIN" && cap != "NET_RAW" && cap != "MKNOD"));
+        assert!(
+            host.cap_add.unwrap().iter().all(|cap| cap != "SYS_ADMIN" && cap != "NET_RAW" && cap != "MKNOD")
+        );
         assert_eq!(host.security_opt, Some(vec!["no-new-privileges".to_owned()]));
         assert_eq!(host.runtime.as_deref(), Some("runsc"));
         assert!(host.pids_limit.unwrap() > 64);
@@ -181,7 +186,10 @@ mod tests {
 
     #[test]
     fn nothing_secret_is_in_the_containers_settings() {
-        let body = container(&spec(ResourceLimits::default(), NetworkMode::Nat), &around(InstallationId::generate()));
+        let body = container(
+            &spec(ResourceLimits::default(), NetworkMode::Nat),
+            &around(InstallationId::generate()),
+        );
         assert!(!serde_json::to_string(&body).unwrap().contains("hunter2"));
     }
 

@@ -36,7 +36,11 @@ impl Attached {
 }
 
 impl AsyncRead for OutputReader {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<std::io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
         loop {
             if !self.left.is_empty() {
                 let length = self.left.len().min(buf.remaining());
@@ -47,7 +51,9 @@ impl AsyncRead for OutputReader {
             match std::task::ready!(self.output.poll_next_unpin(cx)) {
                 Some(Ok(LogOutput::StdErr { message })) => log(&self.container, &message),
                 Some(Ok(
-                    LogOutput::StdOut { message } | LogOutput::Console { message } | LogOutput::StdIn { message },
+                    LogOutput::StdOut { message }
+                    | LogOutput::Console { message }
+                    | LogOutput::StdIn { message },
                 )) => self.left = message,
                 Some(Err(error)) => return Poll::Ready(Err(std::io::Error::other(error))),
                 None => return Poll::Ready(Ok(())),

@@ -31,10 +31,7 @@ fn entry(number: i64) -> AuditEntry {
 /// A log of ten rows.
 async fn ten_rows(store: &Store) {
     assert_eq!(store.verify_audit().await.unwrap(), 0);
-    assert_eq!(
-        store.append_audits((1..=10).map(entry).collect()).await.unwrap(),
-        10
-    );
+    assert_eq!(store.append_audits((1..=10).map(entry).collect()).await.unwrap(), 10);
     assert_eq!(store.verify_audit().await.unwrap(), 10);
 }
 
@@ -87,11 +84,7 @@ pub(crate) async fn odd_values_keep_their_hash(db: TestDb) {
     db.store.append_audit(odd).await.unwrap();
     db.store.append_audit(entry(2)).await.unwrap();
     assert_eq!(db.store.verify_audit().await.unwrap(), 2);
-    let page = db
-        .store
-        .audit_page(&AuditFilter::default(), None, 10)
-        .await
-        .unwrap();
+    let page = db.store.audit_page(&AuditFilter::default(), None, 10).await.unwrap();
     let odd = &page.records[1].entry;
     assert_eq!(odd.at, start() + TimeDelta::microseconds(1));
     assert_eq!(odd.actor_name.as_deref(), Some("na\u{fffd}me ü"));
@@ -118,26 +111,16 @@ pub(crate) async fn a_changed_row_is_found(db: TestDb) {
         ("request_id", null),
     ] {
         // A copy, to put the row back as it was.
-        db.sql("CREATE TABLE kept AS SELECT * FROM tool_audit WHERE seq = 4")
-            .await;
-        assert_eq!(
-            db.sql(&format!("UPDATE tool_audit SET {column} = {value} WHERE seq = 4"))
-                .await,
-            1
-        );
-        assert_eq!(
-            fault(&db.store).await,
-            (4, AuditFault::Changed),
-            "{column} = {value}"
-        );
+        db.sql("CREATE TABLE kept AS SELECT * FROM tool_audit WHERE seq = 4").await;
+        assert_eq!(db.sql(&format!("UPDATE tool_audit SET {column} = {value} WHERE seq = 4")).await, 1);
+        assert_eq!(fault(&db.store).await, (4, AuditFault::Changed), "{column} = {value}");
         db.sql("DELETE FROM tool_audit WHERE seq = 4").await;
         db.sql("INSERT INTO tool_audit SELECT * FROM kept").await;
         db.sql("DROP TABLE kept").await;
         assert_eq!(db.store.verify_audit().await.unwrap(), 10, "{column} put back");
     }
     // With another hash the next row does not follow it.
-    db.sql("UPDATE tool_audit SET hash = prev_hash WHERE seq = 4")
-        .await;
+    db.sql("UPDATE tool_audit SET hash = prev_hash WHERE seq = 4").await;
     assert_eq!(fault(&db.store).await, (4, AuditFault::Changed));
 }
 
@@ -155,11 +138,7 @@ pub(crate) async fn a_removed_row_is_found(db: TestDb) {
 pub(crate) async fn swapped_rows_are_found(db: TestDb) {
     ten_rows(&db.store).await;
     for (from, to) in [(3, 100), (4, 3), (100, 4)] {
-        assert_eq!(
-            db.sql(&format!("UPDATE tool_audit SET seq = {to} WHERE seq = {from}"))
-                .await,
-            1
-        );
+        assert_eq!(db.sql(&format!("UPDATE tool_audit SET seq = {to} WHERE seq = {from}")).await, 1);
     }
     assert_eq!(fault(&db.store).await, (3, AuditFault::Unlinked));
 }
@@ -183,14 +162,8 @@ pub(crate) async fn a_lost_head_is_found(db: TestDb) {
     db.store.put_setting("audit_head", &head).await.unwrap();
     assert_eq!(fault(&db.store).await, (10, AuditFault::WrongHead));
     db.store.put_setting("audit_head", "nonsense").await.unwrap();
-    assert!(matches!(
-        db.store.verify_audit().await,
-        Err(StoreError::Corrupt { .. })
-    ));
-    assert!(matches!(
-        db.store.append_audit(entry(1)).await,
-        Err(StoreError::Corrupt { .. })
-    ));
+    assert!(matches!(db.store.verify_audit().await, Err(StoreError::Corrupt { .. })));
+    assert!(matches!(db.store.append_audit(entry(1)).await, Err(StoreError::Corrupt { .. })));
 }
 
 pub(crate) async fn an_extra_row_is_found(db: TestDb) {
@@ -201,8 +174,7 @@ pub(crate) async fn an_extra_row_is_found(db: TestDb) {
     assert_eq!(fault(&db.store).await, (11, AuditFault::Beyond));
     db.sql("DELETE FROM tool_audit WHERE seq = 11").await;
     assert_eq!(db.store.verify_audit().await.unwrap(), 10);
-    db.sql("CREATE TABLE kept AS SELECT * FROM tool_audit WHERE seq = 1")
-        .await;
+    db.sql("CREATE TABLE kept AS SELECT * FROM tool_audit WHERE seq = 1").await;
     db.sql("UPDATE kept SET seq = 0").await;
     db.sql("INSERT INTO tool_audit SELECT * FROM kept").await;
     assert_eq!(fault(&db.store).await, (1, AuditFault::Unlinked));
@@ -214,11 +186,7 @@ pub(crate) async fn pages_are_filtered(db: TestDb) {
     let entries = (1..=30).map(|number| AuditEntry {
         workspace_id: (number % 2 == 0).then_some(workspace_id),
         tool: if number % 3 == 0 { "read" } else { "bash" }.into(),
-        outcome: if number % 5 == 0 {
-            AuditOutcome::Denied
-        } else {
-            AuditOutcome::Success
-        },
+        outcome: if number % 5 == 0 { AuditOutcome::Denied } else { AuditOutcome::Success },
         ..entry(number)
     });
     store.append_audits(entries.collect()).await.unwrap();
@@ -237,10 +205,7 @@ pub(crate) async fn pages_are_filtered(db: TestDb) {
     };
     let every = |keep: fn(&u64) -> bool| (1..=30).rev().filter(keep).collect::<Vec<u64>>();
     assert_eq!(all(AuditFilter::default()).await, every(|_| true));
-    let filter = AuditFilter {
-        workspace_id: Some(workspace_id),
-        ..AuditFilter::default()
-    };
+    let filter = AuditFilter { workspace_id: Some(workspace_id), ..AuditFilter::default() };
     assert_eq!(all(filter).await, every(|n| n % 2 == 0));
     let filter = AuditFilter {
         tool: Some("read".into()),
@@ -255,20 +220,10 @@ pub(crate) async fn pages_are_filtered(db: TestDb) {
     };
     assert_eq!(all(filter).await, every(|n| (10..20).contains(n)));
 
-    let record = &store
-        .audit_page(&AuditFilter::default(), None, 1)
-        .await
-        .unwrap()
-        .records[0];
+    let record = &store.audit_page(&AuditFilter::default(), None, 1).await.unwrap().records[0];
     assert_eq!(record.entry.at, start() + TimeDelta::seconds(30));
-    let before = &store
-        .audit_page(&AuditFilter::default(), None, 2)
-        .await
-        .unwrap()
-        .records[1];
+    let before = &store.audit_page(&AuditFilter::default(), None, 2).await.unwrap().records[1];
     assert_eq!(record.prev_hash, before.hash);
-    let bad = store
-        .audit_page(&AuditFilter::default(), Some("nonsense"), 4)
-        .await;
+    let bad = store.audit_page(&AuditFilter::default(), Some("nonsense"), 4).await;
     assert!(matches!(bad, Err(StoreError::BadCursor)));
 }

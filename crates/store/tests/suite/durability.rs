@@ -74,9 +74,10 @@ pub(crate) async fn a_call_that_is_dropped_blocks_nobody(db: TestDb) {
     for waits in 0..60 {
         let calls = (0..3).map(|_| {
             let store = db.store.clone();
-            tokio::spawn(dropped_after(waits, async move {
-                store.insert_creating(agent(), Some(1_000)).await
-            }))
+            tokio::spawn(dropped_after(
+                waits,
+                async move { store.insert_creating(agent(), Some(1_000)).await },
+            ))
         });
         for call in calls.collect::<Vec<_>>() {
             if let Some(result) = call.await.unwrap() {
@@ -87,16 +88,8 @@ pub(crate) async fn a_call_that_is_dropped_blocks_nobody(db: TestDb) {
         db.add().await;
         answered += 1;
     }
-    let rows = db
-        .store
-        .workspaces_in(&[WorkspaceStatus::Creating])
-        .await
-        .unwrap()
-        .len();
+    let rows = db.store.workspaces_in(&[WorkspaceStatus::Creating]).await.unwrap().len();
     // A call that was dropped while it committed may have left its row.
-    assert!(
-        (answered..=240).contains(&rows),
-        "{answered} were answered, there are {rows} rows"
-    );
+    assert!((answered..=240).contains(&rows), "{answered} were answered, there are {rows} rows");
     assert!(answered > 60, "some calls were never dropped");
 }

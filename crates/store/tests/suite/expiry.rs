@@ -9,18 +9,11 @@ use crate::workspaces::{mcp_server, start, wrong_state};
 
 pub(crate) async fn use_extends_the_life_and_never_moves_back(db: TestDb) {
     let store = &db.store;
-    let new = NewWorkspace {
-        ttl_seconds: Some(100),
-        created_at: start(),
-        ..agent()
-    };
+    let new = NewWorkspace { ttl_seconds: Some(100), created_at: start(), ..agent() };
     let id = store.insert_creating(new, None).await.unwrap().id;
     store.set_ready(id, start()).await.unwrap();
     for (seconds, expected) in [(10, 10), (30, 30), (20, 30), (30, 30), (31, 31)] {
-        store
-            .touch(id, start() + TimeDelta::seconds(seconds))
-            .await
-            .unwrap();
+        store.touch(id, start() + TimeDelta::seconds(seconds)).await.unwrap();
         let row = store.workspace(id).await.unwrap();
         assert_eq!(row.last_used_at, start() + TimeDelta::seconds(expected));
         assert_eq!(row.expires_at, Some(row.last_used_at + TimeDelta::seconds(100)));
@@ -33,18 +26,11 @@ pub(crate) async fn use_extends_the_life_and_never_moves_back(db: TestDb) {
 
 pub(crate) async fn a_use_beats_the_sweep(db: TestDb) {
     let store = &db.store;
-    let new = NewWorkspace {
-        ttl_seconds: Some(60),
-        created_at: start(),
-        ..agent()
-    };
+    let new = NewWorkspace { ttl_seconds: Some(60), created_at: start(), ..agent() };
     let id = store.insert_creating(new, None).await.unwrap().id;
     store.set_ready(id, start()).await.unwrap();
     let end = start() + TimeDelta::seconds(60);
-    assert_eq!(
-        store.expired(end - TimeDelta::microseconds(1), 10).await.unwrap(),
-        []
-    );
+    assert_eq!(store.expired(end - TimeDelta::microseconds(1), 10).await.unwrap(), []);
     assert_eq!(store.expired(end, 10).await.unwrap(), [id]);
     // Used after the sweep saw it and before the sweep acts.
     store.touch(id, end).await.unwrap();
@@ -60,15 +46,8 @@ pub(crate) async fn only_what_is_overdue_and_idle_expires(db: TestDb) {
     let store = &db.store;
     let later = start() + TimeDelta::days(1);
     let mut expected = Vec::new();
-    for (number, status) in [Creating, Ready, Stopping, Stopped, Destroying, Error]
-        .into_iter()
-        .enumerate()
-    {
-        let new = NewWorkspace {
-            ttl_seconds: Some(60 + number as u64),
-            created_at: start(),
-            ..agent()
-        };
+    for (number, status) in [Creating, Ready, Stopping, Stopped, Destroying, Error].into_iter().enumerate() {
+        let new = NewWorkspace { ttl_seconds: Some(60 + number as u64), created_at: start(), ..agent() };
         let id = store.insert_creating(new, None).await.unwrap().id;
         store.transition(id, &[Creating], status).await.unwrap();
         if matches!(status, Ready | Stopped | Error) {
@@ -78,11 +57,7 @@ pub(crate) async fn only_what_is_overdue_and_idle_expires(db: TestDb) {
         }
     }
     // A server never expires, even if somebody gave it a time to live.
-    let server = NewWorkspace {
-        ttl_seconds: Some(1),
-        created_at: start(),
-        ..mcp_server()
-    };
+    let server = NewWorkspace { ttl_seconds: Some(1), created_at: start(), ..mcp_server() };
     let server = store.insert_creating(server, None).await.unwrap().id;
     store.transition(server, &[Creating], Ready).await.unwrap();
     assert!(!store.expire(server, later).await.unwrap());

@@ -21,10 +21,7 @@ pub(crate) async fn a_newer_database_is_refused(db: TestDb) {
     db.store.close().await;
     let newer = SCHEMA_VERSION + 5;
     let zero = if db.is_sqlite() { "x'00'" } else { "'\\x00'" };
-    db.sql(&format!(
-        "INSERT INTO schema_migrations (version, checksum) VALUES ({newer}, {zero})"
-    ))
-    .await;
+    db.sql(&format!("INSERT INTO schema_migrations (version, checksum) VALUES ({newer}, {zero})")).await;
     let error = db.location.open().await.unwrap_err();
     assert!(
         matches!(error, StoreError::TooNew { found, known } if found == newer && known == SCHEMA_VERSION)
@@ -35,15 +32,9 @@ pub(crate) async fn a_newer_database_is_refused(db: TestDb) {
 pub(crate) async fn another_builds_database_is_refused(db: TestDb) {
     db.store.close().await;
     let zero = if db.is_sqlite() { "x'00'" } else { "'\\x00'" };
-    db.sql(&format!(
-        "UPDATE schema_migrations SET checksum = {zero} WHERE version = 1"
-    ))
-    .await;
+    db.sql(&format!("UPDATE schema_migrations SET checksum = {zero} WHERE version = 1")).await;
     let error = db.location.open().await.unwrap_err();
-    assert!(
-        matches!(error, StoreError::MigrationChanged { version: 1 }),
-        "{error}"
-    );
+    assert!(matches!(error, StoreError::MigrationChanged { version: 1 }), "{error}");
 }
 
 /// Starts from an empty database: two servers make the schema and the installation id at the same time.
@@ -52,9 +43,8 @@ pub(crate) async fn servers_that_start_at_once_take_turns(db: TestDb) {
     if db.is_sqlite() {
         // One server per file: the others are told so.
         let path = db.directory.path().join("new.db");
-        let opens: Vec<_> = (0..8)
-            .map(|_| tokio::spawn(Store::open(StoreConfig::Sqlite(path.clone()))))
-            .collect();
+        let opens: Vec<_> =
+            (0..8).map(|_| tokio::spawn(Store::open(StoreConfig::Sqlite(path.clone())))).collect();
         let mut stores = Vec::new();
         for open in opens {
             match open.await.unwrap() {
@@ -92,10 +82,7 @@ pub(crate) async fn the_installation_id_is_made_once(db: TestDb) {
         assert_eq!(call.await.unwrap(), id);
     }
     db.store.close().await;
-    assert_eq!(
-        db.location.open().await.unwrap().installation_id().await.unwrap(),
-        id
-    );
+    assert_eq!(db.location.open().await.unwrap().installation_id().await.unwrap(), id);
 }
 
 pub(crate) async fn the_sealing_key_is_checked(db: TestDb) {
@@ -133,12 +120,7 @@ async fn the_sqlite_files_are_private() {
     let mut names = Vec::new();
     for entry in fs::read_dir(directory.path()).unwrap() {
         let entry = entry.unwrap();
-        assert_eq!(
-            entry.metadata().unwrap().permissions().mode() & 0o777,
-            0o600,
-            "{:?}",
-            entry.path()
-        );
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{:?}", entry.path());
         names.push(entry.file_name().into_string().unwrap());
     }
     assert!(names.iter().any(|name| name.ends_with("-wal")), "{names:?}");
@@ -154,9 +136,7 @@ async fn opens_a_database_in_use() {
 #[tokio::test]
 async fn a_second_process_on_a_sqlite_file_is_refused() {
     let db = TestDb::sqlite().await;
-    let Location::Sqlite(path) = &db.location else {
-        unreachable!("it is SQLite")
-    };
+    let Location::Sqlite(path) = &db.location else { unreachable!("it is SQLite") };
     let child = db.child("opening::opens_a_database_in_use").output().unwrap();
     let text = String::from_utf8_lossy(&child.stdout).into_owned();
     let expected = format!(
@@ -186,9 +166,7 @@ async fn what_cant_be_opened_is_named_without_the_password() {
     assert!(matches!(error, StoreError::Unavailable(_)), "{error}");
     assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
 
-    let error = Store::open(StoreConfig::postgres("postgres://:::hunter2"))
-        .await
-        .unwrap_err();
+    let error = Store::open(StoreConfig::postgres("postgres://:::hunter2")).await.unwrap_err();
     assert!(matches!(error, StoreError::BadUrl(_)), "{error}");
     assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
 }

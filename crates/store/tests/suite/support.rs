@@ -41,11 +41,7 @@ impl Location {
     /// In a child process: the database that its parent named.
     pub(crate) fn from_parent() -> Self {
         let text = env::var(CHILD_DATABASE).expect("this test is run by another one");
-        if text.starts_with("postgres:") {
-            Self::Postgres(text)
-        } else {
-            Self::Sqlite(text.into())
-        }
+        if text.starts_with("postgres:") { Self::Postgres(text) } else { Self::Sqlite(text.into()) }
     }
 }
 
@@ -63,11 +59,7 @@ impl TestDb {
 
     async fn open(location: Location, directory: TempDir) -> Self {
         let store = location.open().await.unwrap();
-        Self {
-            store,
-            location,
-            directory,
-        }
+        Self { store, location, directory }
     }
 
     pub(crate) fn is_sqlite(&self) -> bool {
@@ -79,11 +71,7 @@ impl TestDb {
         let text = AssertSqlSafe(text.to_owned());
         match &self.location {
             Location::Sqlite(path) => {
-                let mut connection = SqliteConnectOptions::new()
-                    .filename(path)
-                    .connect()
-                    .await
-                    .unwrap();
+                let mut connection = SqliteConnectOptions::new().filename(path).connect().await.unwrap();
                 let done = sqlx::query(text).execute(&mut connection).await.unwrap();
                 connection.close().await.unwrap();
                 done.rows_affected()

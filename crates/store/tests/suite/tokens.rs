@@ -8,11 +8,7 @@ use emergent_wire::{TokenId, WorkspaceId};
 use crate::support::TestDb;
 
 fn admin(name: &str) -> CreateToken {
-    CreateToken {
-        name: name.into(),
-        workspace_id: None,
-        ttl_seconds: None,
-    }
+    CreateToken { name: name.into(), workspace_id: None, ttl_seconds: None }
 }
 
 fn now() -> DateTime<Utc> {
@@ -33,92 +29,43 @@ pub(crate) async fn a_token_is_shown_once_and_verified(db: TestDb) {
     assert_eq!(created.token.created_at, now());
     let digits = created.secret.strip_prefix(TOKEN_PREFIX).unwrap();
     assert_eq!(digits.len(), 64);
-    assert_eq!(
-        store.verify_token(&created.secret, now()).await.unwrap(),
-        created.token
-    );
+    assert_eq!(store.verify_token(&created.secret, now()).await.unwrap(), created.token);
 
     let mut other = created.secret.clone();
     other.replace_range(10..11, if &other[10..11] == "0" { "1" } else { "0" });
     for wrong in [&other, digits, "", TOKEN_PREFIX, "emt_\0"] {
-        assert_eq!(
-            refusal(store.verify_token(wrong, now()).await),
-            TokenRefusal::Unknown,
-            "{wrong}"
-        );
+        assert_eq!(refusal(store.verify_token(wrong, now()).await), TokenRefusal::Unknown, "{wrong}");
     }
 
     let workspace_id = db.add().await.id;
-    let request = CreateToken {
-        workspace_id: Some(workspace_id),
-        ..admin("session")
-    };
+    let request = CreateToken { workspace_id: Some(workspace_id), ..admin("session") };
     let bound = store.create_token(&request, now()).await.unwrap();
     assert_eq!(bound.token.scope, TokenScope::Workspace { workspace_id });
-    let names: Vec<_> = store
-        .tokens()
-        .await
-        .unwrap()
-        .into_iter()
-        .map(|token| token.name)
-        .collect();
+    let names: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.name).collect();
     assert_eq!(names, ["ci", "session"]);
-    let request = CreateToken {
-        workspace_id: Some(WorkspaceId::generate()),
-        ..admin("nowhere")
-    };
+    let request = CreateToken { workspace_id: Some(WorkspaceId::generate()), ..admin("nowhere") };
     let error = store.create_token(&request, now()).await.unwrap_err();
-    assert!(
-        matches!(
-            error,
-            StoreError::NotFound {
-                kind: "workspace",
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
 }
 
 pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
     let store = &db.store;
-    let request = CreateToken {
-        ttl_seconds: Some(60),
-        ..admin("short")
-    };
+    let request = CreateToken { ttl_seconds: Some(60), ..admin("short") };
     let short = store.create_token(&request, now()).await.unwrap();
     let end = now() + TimeDelta::seconds(60);
     assert_eq!(short.token.expires_at, Some(end));
-    store
-        .verify_token(&short.secret, end - TimeDelta::microseconds(1))
-        .await
-        .unwrap();
-    assert_eq!(
-        refusal(store.verify_token(&short.secret, end).await),
-        TokenRefusal::Expired
-    );
+    store.verify_token(&short.secret, end - TimeDelta::microseconds(1)).await.unwrap();
+    assert_eq!(refusal(store.verify_token(&short.secret, end).await), TokenRefusal::Expired);
 
     let long = store.create_token(&admin("long"), now()).await.unwrap();
     store.verify_token(&long.secret, now()).await.unwrap();
     store.revoke_token(long.token.id, now()).await.unwrap();
-    assert_eq!(
-        refusal(store.verify_token(&long.secret, now()).await),
-        TokenRefusal::Revoked
-    );
+    assert_eq!(refusal(store.verify_token(&long.secret, now()).await), TokenRefusal::Revoked);
     for id in [long.token.id, TokenId::generate()] {
         let error = store.revoke_token(id, now()).await.unwrap_err();
-        assert!(
-            matches!(error, StoreError::NotFound { kind: "token", .. }),
-            "{error}"
-        );
+        assert!(matches!(error, StoreError::NotFound { kind: "token", .. }), "{error}");
     }
-    let left: Vec<_> = store
-        .tokens()
-        .await
-        .unwrap()
-        .into_iter()
-        .map(|token| token.name)
-        .collect();
+    let left: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.name).collect();
     assert_eq!(left, ["short"]);
 }
 
@@ -142,33 +89,21 @@ pub(crate) async fn a_name_is_used_once_at_a_time(db: TestDb) {
     }
     assert_eq!(made.len(), 1);
     store.revoke_token(made[0].token.id, now()).await.unwrap();
-    let request = CreateToken {
-        ttl_seconds: Some(1),
-        ..admin("ci")
-    };
+    let request = CreateToken { ttl_seconds: Some(1), ..admin("ci") };
     store.create_token(&request, now()).await.unwrap();
     // That one has expired by then.
-    store
-        .create_token(&admin("ci"), now() + TimeDelta::seconds(1))
-        .await
-        .unwrap();
+    store.create_token(&admin("ci"), now() + TimeDelta::seconds(1)).await.unwrap();
     assert_eq!(store.tokens().await.unwrap().len(), 1);
 }
 
 pub(crate) async fn a_workspaces_tokens_go_with_it(db: TestDb) {
     let workspace_id = db.add().await.id;
-    let request = CreateToken {
-        workspace_id: Some(workspace_id),
-        ..admin("session")
-    };
+    let request = CreateToken { workspace_id: Some(workspace_id), ..admin("session") };
     let bound = db.store.create_token(&request, now()).await.unwrap();
     let free = db.store.create_token(&admin("admin"), now()).await.unwrap();
     assert!(db.store.delete_workspace(workspace_id).await.unwrap());
     assert!(!db.store.delete_workspace(workspace_id).await.unwrap());
-    assert_eq!(
-        refusal(db.store.verify_token(&bound.secret, now()).await),
-        TokenRefusal::Unknown
-    );
+    assert_eq!(refusal(db.store.verify_token(&bound.secret, now()).await), TokenRefusal::Unknown);
     db.store.verify_token(&free.secret, now()).await.unwrap();
 }
 

@@ -110,16 +110,10 @@ pub(crate) async fn a_row_comes_back_as_it_was_written(db: TestDb) {
     assert_eq!(written, expected);
     assert_eq!(store.workspace(new.id).await.unwrap(), expected);
     let record = store.workspace_record(new.id).await.unwrap();
-    assert_eq!(
-        (record.image.as_str(), record.network),
-        ("emergent/workspace:latest", NetworkMode::Isolated)
-    );
+    assert_eq!((record.image.as_str(), record.network), ("emergent/workspace:latest", NetworkMode::Isolated));
     assert_eq!((record.ttl_seconds, record.error), (Some(3600), None));
 
-    let placed = store
-        .set_placed(new.id, ProviderName::Gvisor, "container-1", &placement())
-        .await
-        .unwrap();
+    let placed = store.set_placed(new.id, ProviderName::Gvisor, "container-1", &placement()).await.unwrap();
     assert_eq!(placed.provider, Some(ProviderName::Gvisor));
     assert_eq!(placed.provider_workspace_id, "container-1");
     assert_eq!(placed.placement, Some(placement()));
@@ -169,10 +163,7 @@ pub(crate) async fn the_limit_counts_live_agent_workspaces_only(db: TestDb) {
         store.insert_creating(mcp_server(), Some(5)).await.unwrap();
     }
     let error = store.insert_creating(agent(), Some(5)).await.unwrap_err();
-    assert!(
-        matches!(error, StoreError::LimitReached { limit: 5, current: 5 }),
-        "{error}"
-    );
+    assert!(matches!(error, StoreError::LimitReached { limit: 5, current: 5 }), "{error}");
     assert!(error.to_string().contains("limit of 5"), "{error}");
     store.transition(ids[1], &[Ready], Destroying).await.unwrap();
     store.insert_creating(agent(), Some(5)).await.unwrap();
@@ -184,36 +175,17 @@ pub(crate) async fn an_id_is_used_once_and_a_session_must_exist(db: TestDb) {
     let new = agent();
     db.store.insert_creating(new.clone(), Some(10)).await.unwrap();
     let error = db.store.insert_creating(new, Some(10)).await.unwrap_err();
-    assert!(
-        matches!(
-            error,
-            StoreError::Conflict {
-                kind: "workspace",
-                ..
-            }
-        ),
-        "{error}"
-    );
-    let new = NewWorkspace {
-        agent_session_id: Some(SessionId::generate()),
-        ..agent()
-    };
+    assert!(matches!(error, StoreError::Conflict { kind: "workspace", .. }), "{error}");
+    let new = NewWorkspace { agent_session_id: Some(SessionId::generate()), ..agent() };
     let error = db.store.insert_creating(new, None).await.unwrap_err();
-    assert!(
-        matches!(error, StoreError::NotFound { kind: "session", .. }),
-        "{error}"
-    );
+    assert!(matches!(error, StoreError::NotFound { kind: "session", .. }), "{error}");
 }
 
 /// All pages, and how many rows each had.
 async fn pages(db: &TestDb, filter: WorkspaceFilter, limit: u32) -> Vec<Workspace> {
     let (mut rows, mut cursor) = (Vec::new(), None);
     loop {
-        let page = db
-            .store
-            .workspaces(filter, cursor.as_deref(), limit)
-            .await
-            .unwrap();
+        let page = db.store.workspaces(filter, cursor.as_deref(), limit).await.unwrap();
         assert!(page.workspaces.len() <= limit as usize);
         rows.extend(page.workspaces);
         cursor = page.next_cursor;
@@ -236,38 +208,21 @@ pub(crate) async fn pages_neither_repeat_nor_skip_rows_of_one_time(db: TestDb) {
     expected.sort_by_key(|row| (row.created_at, row.id));
     expected.reverse();
     for limit in [1, 4, 5, 24, 25, 26] {
-        assert_eq!(
-            pages(&db, WorkspaceFilter::default(), limit).await,
-            expected,
-            "pages of {limit}"
-        );
+        assert_eq!(pages(&db, WorkspaceFilter::default(), limit).await, expected, "pages of {limit}");
     }
 
     // A row that comes between two pages is newer than both; one that goes takes nothing with it.
-    let first = db
-        .store
-        .workspaces(WorkspaceFilter::default(), None, 10)
-        .await
-        .unwrap();
-    let newest = NewWorkspace {
-        created_at: start() + TimeDelta::hours(1),
-        ..agent()
-    };
+    let first = db.store.workspaces(WorkspaceFilter::default(), None, 10).await.unwrap();
+    let newest = NewWorkspace { created_at: start() + TimeDelta::hours(1), ..agent() };
     db.store.insert_creating(newest, None).await.unwrap();
     db.store.delete_workspace(expected[9].id).await.unwrap();
-    let second = db
-        .store
-        .workspaces(WorkspaceFilter::default(), first.next_cursor.as_deref(), 500)
-        .await
-        .unwrap();
+    let second =
+        db.store.workspaces(WorkspaceFilter::default(), first.next_cursor.as_deref(), 500).await.unwrap();
     assert_eq!(second.workspaces, expected[10..]);
     assert_eq!(second.next_cursor, None);
 
     for cursor in ["", "nonsense", "czE"] {
-        let bad = db
-            .store
-            .workspaces(WorkspaceFilter::default(), Some(cursor), 10)
-            .await;
+        let bad = db.store.workspaces(WorkspaceFilter::default(), Some(cursor), 10).await;
         assert!(matches!(bad, Err(StoreError::BadCursor)), "{cursor}");
     }
 }
@@ -278,49 +233,25 @@ pub(crate) async fn lists_are_filtered(db: TestDb) {
     store.ensure_session(session, start()).await.unwrap();
     let plain = db.add().await.id;
     let placed = db.add().await.id;
-    store
-        .set_placed(placed, ProviderName::Gvisor, "c", &placement())
-        .await
-        .unwrap();
+    store.set_placed(placed, ProviderName::Gvisor, "c", &placement()).await.unwrap();
     let ready = db.add().await.id;
     store.set_ready(ready, start()).await.unwrap();
     let server = store.insert_creating(mcp_server(), None).await.unwrap().id;
-    let new = NewWorkspace {
-        agent_session_id: Some(session),
-        ..agent()
-    };
+    let new = NewWorkspace { agent_session_id: Some(session), ..agent() };
     let of_session = store.insert_creating(new, None).await.unwrap().id;
 
     let ids = |filter: WorkspaceFilter| {
         let db = &db;
-        async move {
-            pages(db, filter, 2)
-                .await
-                .iter()
-                .map(|row| row.id)
-                .collect::<BTreeSet<_>>()
-        }
+        async move { pages(db, filter, 2).await.iter().map(|row| row.id).collect::<BTreeSet<_>>() }
     };
     let none = WorkspaceFilter::default();
-    let filter = WorkspaceFilter {
-        container_type: Some(ContainerType::McpServer),
-        ..none
-    };
+    let filter = WorkspaceFilter { container_type: Some(ContainerType::McpServer), ..none };
     assert_eq!(ids(filter).await, [server].into());
-    let filter = WorkspaceFilter {
-        provider: Some(ProviderName::Gvisor),
-        ..none
-    };
+    let filter = WorkspaceFilter { provider: Some(ProviderName::Gvisor), ..none };
     assert_eq!(ids(filter).await, [placed].into());
-    let filter = WorkspaceFilter {
-        status: Some(Ready),
-        ..none
-    };
+    let filter = WorkspaceFilter { status: Some(Ready), ..none };
     assert_eq!(ids(filter).await, [ready].into());
-    let filter = WorkspaceFilter {
-        agent_session_id: Some(session),
-        ..none
-    };
+    let filter = WorkspaceFilter { agent_session_id: Some(session), ..none };
     assert_eq!(ids(filter).await, [of_session].into());
     let filter = WorkspaceFilter {
         container_type: Some(ContainerType::AgentWorkspace),
@@ -351,16 +282,9 @@ pub(crate) async fn one_of_many_transitions_wins(db: TestDb) {
         }
     }
     assert_eq!(winners.len(), 1);
-    assert!(
-        losers.iter().all(|status| *status == winners[0]),
-        "{winners:?} {losers:?}"
-    );
+    assert!(losers.iter().all(|status| *status == winners[0]), "{winners:?} {losers:?}");
     assert_eq!(wrong_state(db.store.transition(id, &[], Ready).await), winners[0]);
-    not_found(
-        db.store
-            .transition(WorkspaceId::generate(), &[Ready], Stopping)
-            .await,
-    );
+    not_found(db.store.transition(WorkspaceId::generate(), &[Ready], Stopping).await);
 }
 
 pub(crate) async fn a_workspace_that_is_destroyed_never_comes_back(db: TestDb) {
@@ -368,16 +292,11 @@ pub(crate) async fn a_workspace_that_is_destroyed_never_comes_back(db: TestDb) {
     let id = db.add().await.id;
     store.transition(id, &[Creating], Destroying).await.unwrap();
     assert_eq!(wrong_state(store.set_ready(id, start()).await), Destroying);
-    let placed = store
-        .set_placed(id, ProviderName::Gvisor, "c", &placement())
-        .await;
+    let placed = store.set_placed(id, ProviderName::Gvisor, "c", &placement()).await;
     assert_eq!(wrong_state(placed), Destroying);
     assert_eq!(wrong_state(store.touch(id, Utc::now()).await), Destroying);
     let failed = store.set_error(id, "the volume is busy").await.unwrap();
-    assert_eq!(
-        (failed.status, &failed.metadata["error"]),
-        (Destroying, &json!("the volume is busy"))
-    );
+    assert_eq!((failed.status, &failed.metadata["error"]), (Destroying, &json!("the volume is busy")));
     assert!(store.delete_workspace(id).await.unwrap());
     not_found(store.touch(id, Utc::now()).await);
 }
@@ -386,10 +305,7 @@ pub(crate) async fn an_error_is_kept_until_ready(db: TestDb) {
     let store = &db.store;
     let id = db.add().await.id;
     let failed = store.set_error(id, "no space").await.unwrap();
-    assert_eq!(
-        (failed.status, &failed.metadata["error"]),
-        (Error, &json!("no space"))
-    );
+    assert_eq!((failed.status, &failed.metadata["error"]), (Error, &json!("no space")));
     let record = &store.workspaces_in(&[Error]).await.unwrap()[0];
     assert_eq!(record.error.as_deref(), Some("no space"));
     let stopped = store.transition(id, &[Error], Stopped).await.unwrap();
@@ -403,10 +319,7 @@ pub(crate) async fn an_error_is_kept_until_ready(db: TestDb) {
 
 pub(crate) async fn metadata_is_merged_without_losing_fields(db: TestDb) {
     let store = &db.store;
-    let new = NewWorkspace {
-        metadata: object(json!({"kept": {"a": 1}, "gone": 1})),
-        ..agent()
-    };
+    let new = NewWorkspace { metadata: object(json!({"kept": {"a": 1}, "gone": 1})), ..agent() };
     let id = store.insert_creating(new, None).await.unwrap().id;
     let merges: Vec<_> = (0..20)
         .map(|number| {
@@ -419,10 +332,7 @@ pub(crate) async fn metadata_is_merged_without_losing_fields(db: TestDb) {
     for merge in merges {
         merge.await.unwrap();
     }
-    let merged = store
-        .merge_metadata(id, object(json!({"gone": null, "field0": "x"})))
-        .await
-        .unwrap();
+    let merged = store.merge_metadata(id, object(json!({"gone": null, "field0": "x"}))).await.unwrap();
     assert_eq!(merged.metadata["kept"], json!({"a": 1}));
     assert_eq!(merged.metadata.get("gone"), None);
     assert_eq!(merged.metadata["field0"], "x");
@@ -442,10 +352,7 @@ pub(crate) async fn recovery_sees_what_is_in_a_status(db: TestDb) {
     }
     let found = store.workspaces_in(&[Creating, Destroying, Error]).await.unwrap();
     let found: BTreeSet<_> = found.iter().map(|record| record.workspace.id).collect();
-    assert_eq!(
-        found,
-        [by_status[&Creating], by_status[&Destroying], by_status[&Error]].into()
-    );
+    assert_eq!(found, [by_status[&Creating], by_status[&Destroying], by_status[&Error]].into());
     assert!(store.workspaces_in(&[]).await.unwrap().is_empty());
     assert_eq!(store.workspaces_in(WorkspaceStatus::ALL).await.unwrap().len(), 6);
 }
@@ -458,10 +365,7 @@ pub(crate) async fn active_workspaces_are_counted_by_provider(db: TestDb) {
         store.set_placed(id, provider, "x", &placement()).await.unwrap();
     }
     let gone = db.add().await.id;
-    store
-        .set_placed(gone, ProviderName::Docker, "x", &placement())
-        .await
-        .unwrap();
+    store.set_placed(gone, ProviderName::Docker, "x", &placement()).await.unwrap();
     store.transition(gone, &[Creating], Destroying).await.unwrap();
     db.add().await;
     let expected = BTreeMap::from([(ProviderName::Gvisor, 2), (ProviderName::E2b, 1)]);
@@ -505,23 +409,13 @@ pub(crate) async fn an_environment_opens_with_its_row_and_key_only(db: TestDb) {
 pub(crate) async fn a_damaged_column_is_named(db: TestDb) {
     let id = db.add().await.id;
     db.add().await;
-    for (column, value) in [
-        ("status", "'lost'"),
-        ("resource_limits", "'{}'"),
-        ("network", "''"),
-    ] {
+    for (column, value) in [("status", "'lost'"), ("resource_limits", "'{}'"), ("network", "''")] {
         let kept = db.store.workspace(id).await.unwrap();
         assert_eq!(kept.status, Creating);
-        db.sql(&format!(
-            "UPDATE agent_workspaces SET {column} = {value} WHERE id = '{id}'"
-        ))
-        .await;
+        db.sql(&format!("UPDATE agent_workspaces SET {column} = {value} WHERE id = '{id}'")).await;
         for error in [
             db.store.workspace(id).await.unwrap_err(),
-            db.store
-                .workspaces(WorkspaceFilter::default(), None, 10)
-                .await
-                .unwrap_err(),
+            db.store.workspaces(WorkspaceFilter::default(), None, 10).await.unwrap_err(),
         ] {
             let message = error.to_string();
             assert!(
@@ -534,10 +428,7 @@ pub(crate) async fn a_damaged_column_is_named(db: TestDb) {
         db.sql(back).await;
     }
     if db.is_sqlite() {
-        db.sql(&format!(
-            "UPDATE agent_workspaces SET created_at = 'monday' WHERE id = '{id}'"
-        ))
-        .await;
+        db.sql(&format!("UPDATE agent_workspaces SET created_at = 'monday' WHERE id = '{id}'")).await;
         let message = db.store.workspace(id).await.unwrap_err().to_string();
         assert!(message.contains("column created_at is damaged"), "{message}");
     }
@@ -549,9 +440,6 @@ pub(crate) async fn text_with_nul_is_stored(db: TestDb) {
     let id = db.add().await.id;
     let row = store.set_error(id, "a\0b").await.unwrap();
     assert_eq!(row.metadata["error"], "a\u{fffd}b");
-    let row = store
-        .merge_metadata(id, object(json!({"k\0": "v\0"})))
-        .await
-        .unwrap();
+    let row = store.merge_metadata(id, object(json!({"k\0": "v\0"}))).await.unwrap();
     assert_eq!(row.metadata["k\u{fffd}"], "v\u{fffd}");
 }

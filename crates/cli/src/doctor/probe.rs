@@ -1,0 +1,139 @@
+//! Starts a container on gVisor, twice, and removes it.
+
+use std::collections::HashMap;
+use std::error::Error as StdError;
+use std::time::{Duration, Instant};
+
+use bollard::Docker;
+use bollard::errors::Error;
+use bollard::models::{ContainerCreateBody, HostConfig, HostConfigLogConfig};
+use bollard::query_parameters::{
+    CreateContainerOptionsBuilder, ListContainersOptionsBuilder, LogsOptionsBuilder,
+    RemoveContainerOptionsBuilder,
+};
+use futures_util::StreamExt;
+
+/// Marks what the doctor makes.
+const LABEL: &str = "emergent.doctor";
+/// For both starts.
+const LIMIT: Duration = Duration::from_secs(90);
+/// For taking the container away again.
+const REMOVE: Duration = Duration::from_secs(30);
+/// A container of a doctor that was killed; one that still works is younger.
+const STALE_SECONDS: i64 = 600;
+/// How much of the container's output is kept.
+const MAX_OUTPUT_BYTES: usize = 64 << 10;
+/// Says which kernel it runs on, and whether a file outside of volumes is still there at the second start.
+const SCRIPT: &str =
+    "cat /proc/version; if [ -e /emergent-doctor ]; then echo kept; else : >/emergent-doctor; fi";
+
+/// What the container showed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Seen {
+    /// The kernel's words about itself.
+    pub(super) kernel: String,
+    /// Whether files of the root filesystem survived a stop.
+    pub(super) keeps_files: bool,
+    /// How long creating and starting it took.
+    pub(super) start_ms: u128,
+}
+
+/// Runs the container on the runtime `runsc`. Whatever happens, it is gone afterwards.
+pub(super) async fn run(docker: &Docker, image: &str, name: &str) -> Result<Seen, String> {
+    sweep(docker).await;
+    let seen = match tokio::time::timeout(LIMIT, start_twice(docker, image, name)).await {
+        Ok(seen) => seen.map_err(|error| describe(&error)),
+        Err(_) => Err(format!("the container did not start and end within {} s", LIMIT.as_secs())),
+    };
+    remove(docker, name).await;
+    seen
+}
+
+async fn start_twice(docker: &Docker, image: &str, name: &str) -> Result<Seen, Error> {
+    let body = ContainerCreateBody {
+        image: Some(image.to_owned()),
+        entrypoint: Some(vec!["/bin/sh".to_owned(), "-c".to_owned(), SCRIPT.to_owned()]),
+        cmd: Some(Vec::new()),
+        labels: Some(HashMap::from([(LABEL.to_owned(), "1".to_owned())])),
+        host_config: Some(HostConfig {
+            runtime: Some("runsc".to_owned()),
+            memory: Some(256 << 20),
+            cap_drop: Some(vec!["ALL".to_owned()]),
+            security_opt: Some(vec!["no-new-privileges".to_owned()]),
+            log_config: Some(HostConfigLogConfig { typ: Some("json-file".to_owned()), config: None }),
+            ..HostConfig::default()
+        }),
+        ..ContainerCreateBody::default()
+    };
+    let options = CreateContainerOptionsBuilder::new().name(name).build();
+    let started = Instant::now();
+    docker.create_container(Some(options), body).await?;
+    docker.start_container(name, None).await?;
+    let start_ms = started.elapsed().as_millis();
+    wait(docker, name).await?;
+    docker.start_container(name, None).await?;
+    wait(docker, name).await?;
+    let output = logs(docker, name).await?;
+    let kernel = output.lines().next().unwrap_or_default().to_owned();
+    let keeps_files = output.lines().any(|line| line == "kept");
+    Ok(Seen { kernel, keeps_files, start_ms })
+}
+
+async fn wait(docker: &Docker, name: &str) -> Result<(), Error> {
+    // An exit code other than 0 is an error here.
+    let ended = std::pin::pin!(docker.wait_container(name, None)).next().await;
+    match ended {
+        Some(Err(error)) => Err(error),
+        Some(Ok(_)) | None => Ok(()),
+    }
+}
+
+async fn logs(docker: &Docker, name: &str) -> Result<String, Error> {
+    let options = LogsOptionsBuilder::new().stdout(true).stderr(true).build();
+    let mut output = String::new();
+    let mut lines = std::pin::pin!(docker.logs(name, Some(options)));
+    while let Some(piece) = lines.next().await {
+        output.push_str(&String::from_utf8_lossy(&piece?.into_bytes()));
+        if output.len() > MAX_OUTPUT_BYTES {
+            break;
+        }
+    }
+    Ok(output)
+}
+
+/// Removes a container, running or not, if it is there.
+pub(super) async fn remove(docker: &Docker, name: &str) {
+    let options = RemoveContainerOptionsBuilder::new().force(true).v(true).build();
+    // Nothing can be done about a failure but to try again: the next run sweeps.
+    let _ = tokio::time::timeout(REMOVE, docker.remove_container(name, Some(options))).await;
+}
+
+/// Removes what a doctor left that was killed.
+async fn sweep(docker: &Docker) {
+    let filters = HashMap::from([("label".to_owned(), vec![LABEL.to_owned()])]);
+    let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
+    let listed = tokio::time::timeout(REMOVE, docker.list_containers(Some(options))).await;
+    let Ok(Ok(containers)) = listed else { return };
+    let oldest_alive = chrono::Utc::now().timestamp() - STALE_SECONDS;
+    for container in containers {
+        if let (Some(id), Some(created)) = (container.id, container.created)
+            && created < oldest_alive
+        {
+            remove(docker, &id).await;
+        }
+    }
+}
+
+/// An error with its causes.
+pub(super) fn describe(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let said = cause.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        source = cause.source();
+    }
+    text
+}

@@ -1,0 +1,189 @@
+//! `emergent serve`: settings, logs, signals; the server itself is `emergent-control-plane`.
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::exit;
+
+use anyhow::{Context as _, Result, anyhow};
+use clap::Args;
+use emergent_control_plane::config::{LogFormat, LogSettings, default_data_dir};
+use emergent_control_plane::{Overrides, Running, Settings};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+use tracing_subscriber::EnvFilter;
+
+use crate::connection::TOKEN_FILE;
+use crate::output;
+use crate::values::shell_word;
+
+/// Start the server
+///
+/// It keeps its files in the data directory and listens on 127.0.0.1:7171 unless told otherwise. It prints
+/// `listening on URL` when it takes calls. Ctrl-C or SIGTERM ends it in good order; a second one ends it at once.
+/// Workspaces outlive the server: it finds them again when it starts.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  emergent serve
+  emergent serve --listen 127.0.0.1:0 --data-dir /tmp/try      a free port, files elsewhere
+  EMERGENT_LOG=debug EMERGENT_LOG_FORMAT=json emergent serve
+  DATABASE_URL=postgres://user:password@host/database emergent serve
+
+Settings are taken from flags, then the environment, then the configuration file, then defaults.")]
+pub(crate) struct ServeArgs {
+    /// Where to listen; port 0 takes a free one [env: EMERGENT_LISTEN] [default: 127.0.0.1:7171]
+    #[arg(long, value_name = "ADDR:PORT")]
+    listen: Option<SocketAddr>,
+    /// Where the server keeps its files [env: EMERGENT_DATA_DIR]
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// The configuration file [default: emergent.toml in the working directory, if there is one]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Allow workspaces in plain containers (`--provider docker`), which share the host's kernel
+    #[arg(long)]
+    allow_docker: bool,
+}
+
+/// Serves until told to stop.
+pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
+    let overrides =
+        Overrides { listen: args.listen, data_dir: args.data_dir.clone(), allow_docker: args.allow_docker };
+    let settings = Settings::load(args.config.as_deref(), &overrides)?;
+    start_logging(&settings.log)?;
+    let certificate = settings.tls.certificate.clone();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("can't start the runtime")?;
+    runtime.block_on(async {
+        let stopped = stop_signal()?;
+        let on_ready = move |running: &Running| {
+            let text = greeting(running, certificate.as_deref());
+            // The server serves on, also when nobody reads this.
+            let mut stdout = io::stdout().lock();
+            let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+        };
+        // Its text has the causes in it already.
+        emergent_control_plane::serve(settings, stopped, on_ready)
+            .await
+            .map_err(|error| anyhow!("{error}"))?;
+        Ok(0)
+    })
+}
+
+fn start_logging(log: &LogSettings) -> Result<()> {
+    let filter = EnvFilter::try_new(&log.filter).map_err(|error| {
+        anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
+    })?;
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(output::stderr_is_terminal());
+    let started = match log.format {
+        LogFormat::Text => builder.try_init(),
+        LogFormat::Json => builder.json().try_init(),
+    };
+    started.map_err(|error| anyhow!("can't set up logging: {error}"))
+}
+
+/// Ends when the first stop signal comes. A second one ends the process, whatever it is doing.
+fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
+    let mut terminate = signal(SignalKind::terminate()).context("can't handle SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("can't handle SIGINT")?;
+    let (stop, stopped) = oneshot::channel();
+    tokio::spawn(async move {
+        let mut stop = Some(stop);
+        loop {
+            let code = tokio::select! {
+                _ = terminate.recv() => 143,
+                _ = interrupt.recv() => 130,
+            };
+            match stop.take() {
+                Some(stop) => {
+                    let _ = stop.send(());
+                }
+                None => exit(code),
+            }
+        }
+    });
+    Ok(async {
+        let _ = stopped.await;
+    })
+}
+
+/// Where the server listens, and three lines to try.
+fn greeting(running: &Running, certificate: Option<&Path>) -> String {
+    let url = &running.url;
+    let (mut workspace, mut curl) = (format!("{} workspace", this_program()), "curl".to_owned());
+    if running.data_dir != default_data_dir() {
+        let data_dir = shell_word(&running.data_dir.to_string_lossy());
+        workspace.push_str(&format!(" --data-dir {data_dir}"));
+    }
+    if let Some(certificate) = certificate {
+        let certificate = shell_word(&certificate.to_string_lossy());
+        workspace.push_str(&format!(" --ca-cert {certificate}"));
+        curl.push_str(&format!(" --cacert {certificate}"));
+    }
+    let token = shell_word(&running.data_dir.join(TOKEN_FILE).to_string_lossy());
+    let first = if running.first_start {
+        format!("An admin token was made: it is in {token}, where `emergent` finds it.\n")
+    } else {
+        String::new()
+    };
+    format!(
+        "listening on {url}\n\n\
+         {first}Try in another terminal:\n  \
+         id=$({workspace} create -q)\n  \
+         {workspace} bash \"$id\" -- 'uname -a'\n  \
+         {curl} -H \"Authorization: Bearer $(cat {token})\" {url}/api/v1/agent/workspaces/providers\n"
+    )
+}
+
+/// How to call this program: by its name where the shell finds it, else by its path.
+fn this_program() -> String {
+    let Ok(path) = std::env::current_exe() else {
+        return "emergent".to_owned();
+    };
+    let found = std::env::var_os("PATH").and_then(|directories| {
+        let candidates = std::env::split_paths(&directories).map(|directory| directory.join("emergent"));
+        candidates.into_iter().find(|candidate| candidate.is_file())
+    });
+    if found.and_then(|found| found.canonicalize().ok()) == path.canonicalize().ok() {
+        return "emergent".to_owned();
+    }
+    shell_word(&path.to_string_lossy())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_three_lines_can_be_copied() {
+        let running = Running {
+            url: "https://127.0.0.1:7".to_owned(),
+            data_dir: PathBuf::from("/tmp/with space"),
+            first_start: true,
+        };
+        let text = greeting(&running, Some(Path::new("cert.pem")));
+        assert!(text.starts_with("listening on https://127.0.0.1:7\n"), "{text}");
+        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("  ")).collect();
+        assert_eq!(lines.len(), 3);
+        assert!(
+            lines[0].ends_with(" workspace --data-dir '/tmp/with space' --ca-cert cert.pem create -q)"),
+            "{text}"
+        );
+        assert!(
+            lines[2].contains("--cacert cert.pem")
+                && lines[2].contains("$(cat '/tmp/with space/admin-token')")
+        );
+        for line in lines {
+            let checked = std::process::Command::new("sh").args(["-n", "-c", line]).status().unwrap();
+            assert!(checked.success(), "{line}");
+        }
+        let usual = Running { data_dir: default_data_dir(), first_start: false, ..running };
+        assert!(!greeting(&usual, None).contains("--data-dir"));
+    }
+}

@@ -1,0 +1,187 @@
+//! Values as people type and read them: durations, points in time, variables.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::str::FromStr;
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, anyhow};
+use chrono::{DateTime, SecondsFormat, Utc};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
+/// Parses a duration: `90` and `90s` are seconds; `500ms`, `5m`, `2h` and `7d` are what they look like.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit_ms: u64 = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        "d" => 86_400_000,
+        _ => return Err("write a number of seconds, or with a unit: 500ms, 90s, 5m, 2h, 7d".to_owned()),
+    };
+    let number: u64 = number.parse().map_err(|_| format!("'{text}' does not start with a number"))?;
+    number.checked_mul(unit_ms).map(Duration::from_millis).ok_or_else(|| format!("'{text}' is too long"))
+}
+
+/// A duration in whole milliseconds.
+pub(crate) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Parses a point in time: RFC 3339, or a duration before now such as `2h`.
+pub(crate) fn moment(text: &str) -> Result<String, String> {
+    let moment = match text.parse::<DateTime<Utc>>() {
+        Ok(moment) => moment,
+        Err(_) => {
+            let ago = duration(text)
+                .map_err(|_| "write a time such as 2025-06-01T12:00:00Z, or how long ago: 30m, 2h, 7d")?;
+            let ago = chrono::Duration::from_std(ago).map_err(|error| error.to_string())?;
+            Utc::now().checked_sub_signed(ago).ok_or("that is before time began")?
+        }
+    };
+    Ok(moment.to_rfc3339_opts(SecondsFormat::Millis, true))
+}
+
+/// How long ago something was, in one or two digits and a unit.
+pub(crate) fn age(since: DateTime<Utc>, now: DateTime<Utc>) -> String {
+    brief((now - since).num_seconds())
+}
+
+/// A number of seconds in the unit that fits.
+fn brief(seconds: i64) -> String {
+    match seconds.max(0) {
+        s @ 0..=119 => format!("{s}s"),
+        s @ 120..=7199 => format!("{}m", s / 60),
+        s @ 7200..=172_799 => format!("{}h", s / 3600),
+        s => format!("{}d", s / 86_400),
+    }
+}
+
+/// A point in time, to the second.
+pub(crate) fn timestamp(at: DateTime<Utc>) -> String {
+    at.format("%Y-%m-%d %H:%M:%S UTC").to_string()
+}
+
+/// Parses `NAME=VALUE`; `NAME` alone takes the value it has here.
+pub(crate) fn variable(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
+        None => std::env::var(text)
+            .map(|value| (text.to_owned(), value))
+            .map_err(|_| format!("'{text}' is neither NAME=VALUE nor a variable that is set here")),
+    }
+}
+
+/// All variables of a call: first the file's, then those of the command line.
+pub(crate) fn environment(
+    file: Option<&Path>,
+    given: &[(String, String)],
+) -> Result<BTreeMap<String, String>> {
+    let mut variables = BTreeMap::new();
+    if let Some(path) = file {
+        let text = std::fs::read_to_string(path).with_context(|| format!("can't read {}", path.display()))?;
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let (name, value) = variable(line)
+                .map_err(|problem| anyhow!("{} line {}: {problem}", path.display(), index + 1))?;
+            variables.insert(name, value);
+        }
+    }
+    variables.extend(given.iter().cloned());
+    Ok(variables)
+}
+
+/// A parser for a closed set of names, which help and completions then show.
+pub(crate) fn one_of<T>(names: impl IntoIterator<Item = &'static str>) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr + Clone + Send + Sync + 'static,
+    T::Err: std::error::Error + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
+}
+
+/// The text as one word of a shell's command line.
+pub(crate) fn shell_word(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+=,".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        return text.to_owned();
+    }
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_units_and_seconds_are_the_default() {
+        for (text, ms) in [
+            ("90", 90_000),
+            ("90s", 90_000),
+            ("500ms", 500),
+            ("5m", 300_000),
+            ("2h", 7_200_000),
+            ("1d", 86_400_000),
+        ] {
+            assert_eq!(duration(text).map(millis), Ok(ms), "{text}");
+        }
+        for text in ["", "s", "-5", "1.5h", "5 m", "5w", "99999999999999999999", "18446744073709551615d"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_moment_is_a_time_or_an_age() {
+        assert_eq!(moment("2025-06-01T12:00:00+02:00").unwrap(), "2025-06-01T10:00:00.000Z");
+        let hour_ago: DateTime<Utc> = moment("1h").unwrap().parse().unwrap();
+        assert!(((Utc::now() - hour_ago).num_seconds() - 3600).abs() < 60);
+        for text in ["yesterday", "", "99999999999d"] {
+            assert!(moment(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_age_is_short() {
+        for (seconds, text) in [
+            (-5, "0s"),
+            (0, "0s"),
+            (119, "119s"),
+            (120, "2m"),
+            (7200, "2h"),
+            (172_800, "2d"),
+            (1 << 40, "12725829d"),
+        ] {
+            assert_eq!(brief(seconds), text);
+        }
+    }
+
+    #[test]
+    fn variables_come_from_file_and_command_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("env");
+        std::fs::write(&file, "# comment\n\nA=1=2\nB=file\n").unwrap();
+        let variables = environment(Some(&file), &[("B".into(), "flag".into())]).unwrap();
+        let expected = [("A", "1=2"), ("B", "flag")].map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(variables, BTreeMap::from(expected));
+        std::fs::write(&file, "A=1\nEMERGENT_NOT_SET_ANYWHERE\n").unwrap();
+        let error = environment(Some(&file), &[]).unwrap_err().to_string();
+        assert!(error.contains("line 2"), "{error}");
+        assert_eq!(variable("X=").unwrap(), ("X".to_owned(), String::new()));
+    }
+
+    #[test]
+    fn shell_words_survive_a_shell() {
+        for word in ["plain/path-1", "with space", "it's", "$(rm)", ""] {
+            let output = std::process::Command::new("sh")
+                .args(["-c", &format!("printf %s {}", shell_word(word))])
+                .output()
+                .unwrap();
+            assert_eq!(String::from_utf8(output.stdout).unwrap(), word);
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! `workspace create`.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use clap::Args;
+use emergent_wire::workspace::{
+    CreateWorkspace, NetworkMode, ProviderChoice, RequestedLimits, SecurityLevel, Workspace,
+};
+use emergent_wire::{ByteSize, CpuCount};
+
+use super::view;
+use crate::client::Call;
+use crate::context::Context;
+use crate::values::{self, one_of};
+use crate::{output, progress};
+
+/// Create a workspace
+///
+/// Waits until it takes tool calls, or says why there is none. Everything has a default.
+#[derive(Args, Debug, Default)]
+#[command(after_help = "\
+Examples:
+  emergent workspace create
+  id=$(emergent workspace create -q)
+  emergent workspace create --repo https://github.com/owner/name --branch main
+  emergent workspace create --cpu 0.5 --memory 512M --disk 1G --network isolated --ttl 2h
+  emergent workspace create --env MODE=test --env API_KEY      API_KEY as it is set here")]
+pub(crate) struct CreateArgs {
+    /// Where it runs; anything but auto is that one or an error
+    #[arg(long, value_parser = one_of::<ProviderChoice>(ProviderChoice::ALL.iter().map(|name| name.as_str())))]
+    provider: Option<ProviderChoice>,
+    /// The image it starts from [default: emergent/workspace:latest]
+    #[arg(long)]
+    image: Option<String>,
+    /// CPUs, such as 2 or 0.5
+    #[arg(long, value_name = "COUNT")]
+    cpu: Option<CpuCount>,
+    /// Memory, such as 512M or 4G
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<ByteSize>,
+    /// Disk space under /workspace, such as 10G
+    #[arg(long, value_name = "SIZE")]
+    disk: Option<ByteSize>,
+    /// What it can reach: the internet (nat), or nothing (isolated)
+    #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
+    network: Option<NetworkMode>,
+    /// A variable that every command in it sees; NAME alone takes the value it has here
+    #[arg(long, value_name = "NAME[=VALUE]", value_parser = values::variable)]
+    env: Vec<(String, String)>,
+    /// A file with such variables, one a line
+    #[arg(long, value_name = "FILE")]
+    env_file: Option<PathBuf>,
+    /// A repository to clone into /workspace
+    #[arg(long, value_name = "URL")]
+    repo: Option<String>,
+    /// The branch, tag or commit to check out
+    #[arg(long, requires = "repo", value_name = "REF")]
+    branch: Option<String>,
+    /// It expires this long after its last use: seconds, or 90m, 2h, 7d
+    #[arg(long, value_name = "DURATION", value_parser = values::duration)]
+    ttl: Option<std::time::Duration>,
+    /// How strong the isolation must be; high is a microVM or an error
+    #[arg(long, value_parser = one_of::<SecurityLevel>(SecurityLevel::ALL.iter().map(|name| name.as_str())))]
+    security_level: Option<SecurityLevel>,
+    /// Start from nothing, even if a spare is waiting
+    #[arg(long)]
+    no_warm: bool,
+    /// Print the id and nothing else
+    #[arg(long, short, conflicts_with = "json")]
+    quiet: bool,
+}
+
+impl CreateArgs {
+    fn request(&self) -> Result<CreateWorkspace> {
+        let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
+        Ok(CreateWorkspace {
+            repository_url: self.repo.clone(),
+            branch: self.branch.clone(),
+            provider: self.provider,
+            security_level: self.security_level,
+            resource_limits: Some(limits).filter(|limits| *limits != RequestedLimits::default()),
+            image: self.image.clone(),
+            environment: values::environment(self.env_file.as_deref(), &self.env)?,
+            network: self.network,
+            warm_start: self.no_warm.then_some(false),
+            ttl_seconds: self.ttl.map(|ttl| ttl.as_secs()),
+            ..CreateWorkspace::default()
+        })
+    }
+}
+
+pub(super) async fn run(context: &Context, args: &CreateArgs) -> Result<u8> {
+    let call = Call::post(&["agent", "workspaces"]).body(&args.request()?)?;
+    let answer = progress::during("creating a workspace", context.client.call(call)).await?;
+    context.show(&answer, |workspace: Workspace| {
+        view::warnings(&workspace);
+        if args.quiet {
+            return output::line(workspace.id);
+        }
+        view::summary(&workspace).print()
+    })?;
+    Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_given_is_not_sent() {
+        let request = CreateArgs::default().request().unwrap();
+        assert_eq!(serde_json::to_string(&request).unwrap(), "{}");
+    }
+
+    #[test]
+    fn flags_become_the_request() {
+        let args = CreateArgs {
+            cpu: Some("0.5".parse().unwrap()),
+            env: vec![("A".into(), "1".into())],
+            ttl: Some(std::time::Duration::from_secs(120)),
+            no_warm: true,
+            ..CreateArgs::default()
+        };
+        let request = serde_json::to_value(args.request().unwrap()).unwrap();
+        let expected = serde_json::json!({
+            "resource_limits": {"cpu": "0.5"}, "environment": {"A": "1"}, "ttl_seconds": 120, "warm_start": false
+        });
+        assert_eq!(request, expected);
+    }
+}

@@ -1,0 +1,82 @@
+//! `emergent workspace`: making workspaces, looking after them, and their seven tools.
+
+mod bash;
+mod create;
+mod exit_status;
+mod files;
+mod git;
+mod git_text;
+mod lifecycle;
+mod operation;
+mod search;
+mod view;
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+
+use crate::connection::ConnectionArgs;
+use crate::context::Context;
+
+/// Create workspaces, work in them, destroy them
+///
+/// An ID can be shortened to a piece of its beginning or its end that no other workspace has (at least four
+/// characters; the end is what differs between workspaces made about the same time).
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  id=$(emergent workspace create -q)
+  emergent workspace write $id hello.py --content 'print(\"hello\")'
+  emergent workspace bash $id -- 'python3 hello.py'
+  emergent workspace list
+  emergent workspace destroy $id")]
+pub(crate) struct WorkspaceArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+    #[command(subcommand)]
+    command: WorkspaceCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum WorkspaceCommand {
+    Create(Box<create::CreateArgs>),
+    #[command(visible_alias = "ls")]
+    List(lifecycle::ListArgs),
+    Get(lifecycle::OneArgs),
+    /// Stop a workspace: its files are kept, it uses no memory and no CPU
+    #[command(after_help = "Examples:\n  emergent workspace stop 3fa2c9d1")]
+    Stop(lifecycle::IdArgs),
+    /// Start a stopped workspace again, with all its files
+    #[command(after_help = "Examples:\n  emergent workspace resume 3fa2c9d1")]
+    Resume(lifecycle::IdArgs),
+    #[command(visible_alias = "rm")]
+    Destroy(lifecycle::DestroyArgs),
+    Bash(bash::BashArgs),
+    Read(files::ReadArgs),
+    Write(files::WriteArgs),
+    Edit(files::EditArgs),
+    Glob(search::GlobArgs),
+    Grep(search::GrepArgs),
+    Git(git::GitArgs),
+    Operation(operation::OperationArgs),
+}
+
+/// Runs one of the commands.
+pub(crate) async fn run(args: WorkspaceArgs) -> Result<u8> {
+    let context = Context::open(&args.connection)?;
+    match args.command {
+        WorkspaceCommand::Create(args) => create::run(&context, &args).await,
+        WorkspaceCommand::List(args) => lifecycle::list(&context, &args).await,
+        WorkspaceCommand::Get(args) => lifecycle::get(&context, &args).await,
+        WorkspaceCommand::Stop(args) => lifecycle::change(&context, &args, "stop").await,
+        WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, "resume").await,
+        WorkspaceCommand::Destroy(args) => lifecycle::destroy(&context, &args).await,
+        WorkspaceCommand::Bash(args) => bash::run(&context, args).await,
+        WorkspaceCommand::Read(args) => files::read(&context, args).await,
+        WorkspaceCommand::Write(args) => files::write(&context, args).await,
+        WorkspaceCommand::Edit(args) => files::edit(&context, args).await,
+        WorkspaceCommand::Glob(args) => search::glob(&context, args).await,
+        WorkspaceCommand::Grep(args) => search::grep(&context, args).await,
+        WorkspaceCommand::Git(args) => git::run(&context, args).await,
+        WorkspaceCommand::Operation(args) => operation::run(&context, &args).await,
+    }
+}

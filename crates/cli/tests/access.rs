@@ -1,0 +1,103 @@
+//! Every route refuses a missing, a wrong and a foreign token. The list of routes is the API's own description, so a
+//! route that is added is tested without anybody thinking of it.
+
+use emergent_test_support::server::TestServer;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+/// Routes that are open on purpose.
+const OPEN: [&str; 2] = ["/health/live", "/health/ready"];
+
+#[tokio::test]
+async fn every_route_refuses_a_missing_a_wrong_and_a_foreign_token() {
+    let server = TestServer::start(BINARY).await;
+    let description = server.request("GET", "/api/v1/openapi.json", None).await.ok();
+    let own = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let other = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let token = |name: &str, workspace: &str| json!({ "name": name, "workspace_id": workspace });
+    let foreign = server.request("POST", "/api/v1/tokens", Some(token("foreign", &other))).await.ok();
+    let foreign = foreign["secret"].as_str().unwrap().to_owned();
+    let revoked = server.request("POST", "/api/v1/tokens", Some(json!({ "name": "revoked" }))).await.ok();
+    let path = format!("/api/v1/tokens/{}", revoked["id"].as_str().unwrap());
+    assert_eq!(server.request("DELETE", &path, None).await.status, 204);
+    let revoked = revoked["secret"].as_str().unwrap();
+
+    let mut routes = 0;
+    for (path, methods) in description["paths"].as_object().unwrap() {
+        if OPEN.contains(&path.as_str()) {
+            continue;
+        }
+        let address = path.replace("{id}", &own).replace("{operation}", &own);
+        for method in methods.as_object().unwrap().keys() {
+            let method = method.to_uppercase();
+            routes += 1;
+            for bad in [None, Some("emt_wrong"), Some(""), Some(revoked), Some(&server.token[..20])] {
+                let answer = server.request_as(bad, &method, &address, Some(json!({}))).await;
+                assert_eq!(answer.status, 401, "{method} {address} with {bad:?}: {}", answer.body);
+                assert_eq!(answer.body["error"]["code"], "unauthorized");
+            }
+            let answer = server.request_as(Some(&foreign), &method, &address, Some(json!({}))).await;
+            assert_eq!(answer.status, 403, "{method} {address} with a foreign token: {}", answer.body);
+        }
+    }
+    assert!(routes >= 20, "{routes}");
+    let metrics = server.request_as(None, "GET", "/metrics", None).await;
+    assert_eq!(metrics.status, 401);
+    // Nothing that was refused had an effect.
+    assert_eq!(server.bash(&own, "echo alive").await, "alive\n");
+    let audited = server.request("GET", "/api/v1/audit?outcome=denied&limit=500", None).await.ok();
+    assert!(audited["records"].as_array().unwrap().len() >= routes, "refusals are audited");
+    for id in [own, other] {
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_workspace_token_works_for_its_own_workspace() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let request = json!({ "name": "own", "workspace_id": id });
+    let token = server.request("POST", "/api/v1/tokens", Some(request)).await.ok();
+    let token = token["secret"].as_str().unwrap();
+    let bash = format!("/api/v1/agent/workspaces/{id}/bash");
+    let answer =
+        server.request_as(Some(token), "POST", &bash, Some(json!({ "command": "echo hi" }))).await.ok();
+    assert_eq!(answer["stdout"], "hi\n");
+    let destroy =
+        server.request_as(Some(token), "DELETE", &format!("/api/v1/agent/workspaces/{id}"), None).await;
+    assert_eq!(destroy.status, 403);
+    server.destroy(&id).await;
+    // The token went with its workspace.
+    let answer = server.request_as(Some(token), "POST", &bash, Some(json!({ "command": "echo hi" }))).await;
+    assert_eq!(answer.status, 401);
+    server.stop();
+}
+
+#[tokio::test]
+async fn secrets_are_not_at_rest_in_the_clear_nor_in_logs() {
+    let server =
+        TestServer::start_with(BINARY, &[("EMERGENT_ALLOW_DOCKER", "true"), ("EMERGENT_LOG", "trace")]).await;
+    let environment = json!({ "API_KEY": "hunter2-very-secret" });
+    let request = json!({ "provider": "docker", "network": "isolated", "environment": environment });
+    let id = server.create(request).await;
+    assert_eq!(server.bash(&id, "echo ${#API_KEY}").await, "19\n");
+    let inspected =
+        emergent_test_support::server::run("docker", &["inspect", &format!("agent-workspace-{id}")]);
+    assert!(!inspected.contains("hunter2"), "the container's settings show a secret");
+    let seen: Value = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    assert!(!seen.to_string().contains("hunter2"));
+    for file in ["emergent.db", "emergent.db-wal", "test.log"] {
+        let bytes = std::fs::read(server.data_dir().join(file)).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        assert!(!text.contains("hunter2"), "{file} shows a secret");
+        assert!(!text.contains(server.token.trim()), "{file} shows the admin token");
+    }
+    for file in ["admin-token", "server-url", "encryption-key", "emergent.db"] {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(server.data_dir().join(file)).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode, 0o600, "{file}");
+    }
+    server.destroy(&id).await;
+    server.stop();
+}

@@ -1,0 +1,228 @@
+//! Bad input and faults: a clear answer, nothing leaked, and the workspace still usable.
+
+use emergent_test_support::server::{TestServer, run};
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+
+#[tokio::test]
+async fn bad_input_gets_a_clear_answer() {
+    let server = TestServer::start(BINARY).await;
+    let workspaces = "/api/v1/agent/workspaces";
+    for (body, status) in [
+        (json!({ "provider": "lxc" }), 400),
+        (json!({ "ttl": 5 }), 400),
+        (json!({ "ttl_seconds": 1 }), 400),
+        (json!({ "ttl_seconds": -1 }), 400),
+        (json!({ "resource_limits": { "memory": "lots" } }), 400),
+        (json!({ "resource_limits": { "memory": "1K" } }), 422),
+        (json!({ "resource_limits": { "cpu": "0" } }), 400),
+        (json!({ "resource_limits": { "cpu": 100_000 } }), 422),
+        (json!({ "resource_limits": { "disk": "1" } }), 422),
+        (json!({ "environment": { "A=B": "x" } }), 400),
+        (json!({ "image": "no such image" }), 400),
+        (json!({ "image": "emergent/nosuchimage:latest" }), 422),
+        (json!({ "branch": "main" }), 400),
+        (json!({ "security_level": "high" }), 422),
+        (json!({ "security_level": "extreme" }), 400),
+        (json!({ "provider": "firecracker" }), 503),
+        (json!({ "container_type": "mcp_server" }), 422),
+        (json!([]), 400),
+        (json!("x"), 400),
+    ] {
+        let answer = server.request("POST", workspaces, Some(body.clone())).await;
+        assert_eq!(answer.status, status, "{body}: {}", answer.body);
+        assert!(answer.body["error"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{body}");
+    }
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let path = format!("{workspaces}/{id}");
+    for (method, address, status) in [
+        ("GET", format!("{workspaces}/nonsense"), 404),
+        ("GET", format!("{workspaces}/0190a0a0-0000-7000-8000-000000000001"), 404),
+        ("DELETE", format!("{workspaces}/0190a0a0-0000-7000-8000-000000000001"), 404),
+        ("POST", format!("{workspaces}/0190a0a0-0000-7000-8000-000000000001/bash"), 400),
+        ("GET", format!("{path}/operations/0190a0a0-0000-7000-8000-000000000001"), 404),
+        ("GET", format!("{path}/operations/x"), 404),
+        ("GET", format!("{workspaces}?limit=0"), 400),
+        ("GET", format!("{workspaces}?limit=x"), 400),
+        ("GET", format!("{workspaces}?unknown=1"), 400),
+        ("GET", format!("{workspaces}?cursor=garbage"), 400),
+        ("GET", format!("{workspaces}?status=redy"), 400),
+        ("PUT", workspaces.to_owned(), 405),
+        ("GET", "/api/v1/nothing".to_owned(), 404),
+        ("GET", "/nothing".to_owned(), 404),
+    ] {
+        let answer = server.request(method, &address, None).await;
+        assert_eq!(answer.status, status, "{method} {address}: {}", answer.body);
+        assert!(answer.body["error"]["message"].is_string(), "{method} {address}: {}", answer.body);
+    }
+    // Raw bodies: not JSON, not UTF-8, too large, deeply nested.
+    let client = server.client();
+    let post = |body: Vec<u8>| {
+        client.post(format!("{}{path}/bash", server.url)).bearer_auth(&server.token).body(body).send()
+    };
+    for (body, status) in [
+        (b"not json".to_vec(), 400),
+        (b"{\"command\":\"\xff\xfe\"}".to_vec(), 400),
+        (vec![b'['; 100_000], 400),
+        (format!("{{\"command\":\"{}\"}}", "x".repeat(2 << 20)).into_bytes(), 413),
+        (vec![b' '; 6 << 20], 413),
+    ] {
+        let length = body.len();
+        let answer = post(body).await.unwrap();
+        assert_eq!(answer.status(), status, "{length} bytes");
+    }
+    assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn hostile_commands_leave_the_workspace_usable() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let id = server.create(json!({ "provider": provider })).await;
+        let bash = |command: &str, timeout_ms: u64| {
+            let request = json!({ "command": command, "timeout_ms": timeout_ms });
+            let (server, id) = (&server, id.clone());
+            async move { server.tool(&id, "bash", request).await.ok() }
+        };
+        // Ignores SIGTERM, and so do its children, some of which have left its process group.
+        let stubborn = "trap '' TERM; (trap '' TERM; setsid sleep 1000) & setsid sh -c 'trap \"\" TERM; sleep 1001' & sleep 1002";
+        let answer = bash(stubborn, 200).await;
+        assert_eq!((&answer["timed_out"], &answer["exit_code"]), (&json!(true), &json!(null)), "{answer}");
+        assert_eq!(server.bash(&id, "pgrep -x sleep || echo none").await, "none\n", "{provider}");
+        // Prints without end.
+        let answer = bash("yes", 1000).await;
+        assert_eq!((&answer["timed_out"], &answer["truncated"]), (&json!(true), &json!(true)));
+        assert!(answer["stdout"].as_str().unwrap().len() < 60_000);
+        // Forks away, closes its streams, kills its shell, exits while a child prints.
+        assert_eq!(bash("(setsid sleep 1000 &) ; echo gone", 5000).await["stdout"], "gone\n");
+        assert_eq!(bash("exec >&- 2>&-; exit 4", 5000).await["exit_code"], 4);
+        assert_eq!(bash("kill -9 $$", 5000).await["signal"], "SIGKILL");
+        assert_eq!(bash("yes > /dev/null & yes & exit 6", 5000).await["exit_code"], 6);
+        server.bash(&id, "pkill -9 yes; pkill -9 sleep; true").await;
+        // Zombies are reaped.
+        server.bash(&id, "for i in 1 2 3 4 5; do (sh -c 'true &') ; done; true").await;
+        let zombies = "for i in $(seq 50); do ps -eo stat | grep -q Z || break; sleep 0.1; done; ps -eo stat | grep -c Z || true";
+        assert_eq!(server.bash(&id, zombies).await, "0\n", "{provider}");
+        assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test]
+async fn out_of_memory_kills_the_process_and_not_the_workspace() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let limits = json!({ "memory": "512M", "disk": "64M" });
+        let id = server.create(json!({ "provider": provider, "resource_limits": limits })).await;
+        server.bash(&id, "echo kept > file").await;
+        let boot = server
+            .bash(&id, "cat /proc/sys/kernel/random/boot_id; sleep 100 >/dev/null 2>&1 & echo $!")
+            .await;
+        let eat = "python3 -c 'x = bytearray(3 << 30)'; echo the shell lives";
+        let answer = server.tool(&id, "bash", json!({ "command": eat })).await.ok();
+        assert_eq!(answer["oom_killed"], true, "{provider}: {answer}");
+        assert!(answer["notes"][0].as_str().unwrap().contains("out of memory"), "{provider}: {answer}");
+        assert_eq!(answer["stdout"], "the shell lives\n", "{provider}: {answer}");
+        assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+        // The sandbox is the same one: what ran beside it still runs.
+        let other = boot.lines().nth(1).unwrap();
+        assert_eq!(server.bash(&id, &format!("kill -0 {other} && echo runs")).await, "runs\n", "{provider}");
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({})).await;
+    let name = format!("agent-workspace-{id}");
+    server.bash(&id, "echo kept > file").await;
+    // The agent is killed by a command in the sandbox.
+    let answer = server.tool(&id, "bash", json!({ "command": "kill -9 1; sleep 60" })).await;
+    assert_eq!(answer.error(502), "sandbox_lost");
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    // The container is killed from outside while a call runs.
+    let running = server.tool(&id, "bash", json!({ "command": "echo begun > begun; sleep 60" }));
+    let kill = async {
+        while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+        run("docker", &["kill", &name]);
+    };
+    let (answer, ()) = tokio::join!(running, kill);
+    let message = answer.body["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("the sandbox ended while the call ran"), "{message}");
+    assert_eq!(answer.error(502), "sandbox_lost");
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    // The container is removed behind the server's back.
+    run("docker", &["rm", "--force", &name]);
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    assert!(seen["metadata"]["last_restart"]["reason"].is_string(), "{seen}");
+    // Container and volume are removed: the files are gone, and that is said.
+    run("docker", &["rm", "--force", &name]);
+    run("docker", &["volume", "rm", &name]);
+    for entry in std::fs::read_dir(server.data_dir().join("disks")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|end| end == "dev") {
+            run("losetup", &["--detach", std::fs::read_link(&path).unwrap().to_str().unwrap()]);
+        }
+        std::fs::remove_file(path).unwrap();
+    }
+    let answer = server.tool(&id, "bash", json!({ "command": "cat file" })).await;
+    assert!(answer.body["error"]["message"].as_str().unwrap().contains("gone"), "{}", answer.body);
+    let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    assert_eq!(seen["status"], "error", "{seen}");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn many_calls_at_once_do_not_mix() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "network": "isolated" })).await;
+    let calls = (0..40).map(|number| {
+        let (server, id) = (&server, &id);
+        async move {
+            let request = json!({ "command": format!("sleep 0.{}; echo {number}", number % 5) });
+            let answer: Value = server.tool(id, "bash", request).await.ok();
+            assert_eq!(answer["stdout"], format!("{number}\n"));
+            let file = format!("file{number}");
+            server.tool(id, "write", json!({ "path": file, "content": format!("{number}") })).await.ok();
+            let read = server.tool(id, "read", json!({ "path": file })).await.ok();
+            assert_eq!(read["content"], format!("1: {number}"));
+        }
+    });
+    futures_util::future::join_all(calls).await;
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn large_files_go_both_ways_intact() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "network": "isolated" })).await;
+    // 64 MiB, the limit, and one byte more.
+    let content = "0123456789abcde\n".repeat(4 << 20);
+    let written = server.tool(&id, "write", json!({ "path": "large", "content": content })).await.ok();
+    assert_eq!(written["bytes_written"], 64 << 20);
+    let sum = server.bash(&id, "sha256sum < large | cut -d' ' -f1").await;
+    assert_eq!(written["sha256"], sum.trim());
+    let url = format!("{}/api/v1/agent/workspaces/{id}/read", server.url);
+    let request =
+        server.client().post(&url).bearer_auth(&server.token).header("accept", "application/octet-stream");
+    let bytes = request.body(r#"{"path":"large","raw":true}"#).send().await.unwrap().bytes().await.unwrap();
+    assert!(bytes == content.as_bytes());
+    let edit = json!({ "path": "large", "old_string": "0123456789abcde\n", "new_string": "x", "replace_all": false });
+    assert_eq!(server.tool(&id, "edit", edit).await.error(422), "multiple_matches");
+    server.bash(&id, "echo -n needle >> large; truncate -s 67108864 large").await;
+    let refused =
+        server.tool(&id, "write", json!({ "path": "larger", "content": format!("{content}x") })).await;
+    assert_eq!(refused.error(413), "too_large");
+    assert_eq!(server.bash(&id, "ls; ls -a | grep -c emergent- || true").await, "large\n0\n");
+    server.destroy(&id).await;
+    server.stop();
+}

@@ -1,0 +1,11 @@
+//! The API's description that is checked in is the one that the server has. `make openapi` renews it.
+
+#[test]
+fn the_description_that_is_checked_in_is_current() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../openapi/emergent.json");
+    let checked_in = std::fs::read_to_string(path).unwrap_or_default();
+    assert!(
+        checked_in == emergent_control_plane::openapi_json(),
+        "the API has changed: run `make openapi` and review the diff"
+    );
+}

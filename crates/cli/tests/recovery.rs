@@ -1,0 +1,123 @@
+//! What is left after a crash: nothing that should not be, and everything that should.
+
+use std::process::Command;
+
+use emergent_test_support::server::{TestServer, run};
+use serde_json::json;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+
+#[tokio::test]
+async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({})).await;
+    let command = "for i in $(seq 1 1000); do echo tick $i; sleep 0.1; done";
+    let started = server.tool(&id, "bash", json!({ "command": command, "background": true })).await;
+    assert_eq!(started.status, 202);
+    let operation = started.ok()["operation_id"].as_str().unwrap().to_owned();
+    let path = format!("/api/v1/agent/workspaces/{id}/operations/{operation}");
+    let mut before = server.request("GET", &path, None).await.ok();
+    while before["next_offset"] == 0 {
+        before = server.request("GET", &path, None).await.ok();
+    }
+    server.kill();
+    server.start_again().await;
+    assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
+    // The command went on, and its output can be read on from where it was.
+    let offset = before["next_offset"].as_u64().unwrap();
+    let mut after = server.request("GET", &format!("{path}?offset={offset}"), None).await.ok();
+    while after["next_offset"].as_u64() == Some(offset) {
+        after = server.request("GET", &format!("{path}?offset={offset}"), None).await.ok();
+    }
+    assert_eq!(after["status"], "running");
+    let all = server.request("GET", &path, None).await.ok();
+    let joined = format!("{}{}", before["stdout"].as_str().unwrap(), after["stdout"].as_str().unwrap());
+    assert!(all["stdout"].as_str().unwrap().starts_with(&joined));
+    let killed = server.request("DELETE", &path, None).await.ok();
+    assert_eq!((&killed["status"], &killed["exit_code"]), (&json!("exited"), &json!(null)));
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
+    let mut server = TestServer::start(BINARY).await;
+    let doomed = server.create(json!({})).await;
+    let keep = server.create(json!({})).await;
+    // Several creates and a destroy are under way when the server is killed, at a different moment each time.
+    for pause_ms in [0, 60, 150, 300] {
+        let url = format!("{}/api/v1/agent/workspaces", server.url);
+        for _ in 0..3 {
+            let request = server.client().post(&url).bearer_auth(&server.token).body("{}").send();
+            tokio::spawn(request);
+        }
+        let destroy = server.client().delete(format!("{url}/{doomed}")).bearer_auth(&server.token).send();
+        tokio::spawn(destroy);
+        tokio::time::sleep(std::time::Duration::from_millis(pause_ms)).await;
+        server.kill();
+        server.start_again().await;
+        // What was ready stays; what was half-made is gone, as is what was half-gone. A create that had finished
+        // without its caller hearing of it is a workspace like any other.
+        let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        for workspace in listed["workspaces"].as_array().unwrap() {
+            assert_eq!(workspace["status"], "ready", "{workspace}");
+            let id = workspace["id"].as_str().unwrap();
+            if id != keep && id != doomed {
+                server.destroy(id).await;
+            }
+        }
+        assert_eq!(server.bash(&keep, "echo alive").await, "alive\n");
+    }
+    server.request("DELETE", &format!("/api/v1/agent/workspaces/{doomed}"), None).await;
+    server.destroy(&keep).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_sandbox_without_a_row_is_reaped_and_those_of_others_are_left_alone() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "network": "isolated" })).await;
+    let label = format!("emergent.installation={}", server.installation());
+    let stray = "0190a0a0-0000-7000-8000-000000000001";
+    let create = |name: &str, label: &str| {
+        run(
+            "docker",
+            &[
+                "create",
+                "--name",
+                name,
+                "--label",
+                label,
+                "--label",
+                &format!("emergent.workspace={stray}"),
+                "emergent/workspace:latest",
+                "true",
+            ],
+        );
+    };
+    let foreign = format!("emergent-test-foreign-{}", std::process::id());
+    create(&format!("agent-workspace-{stray}"), &label);
+    create(&foreign, "emergent.installation=somebody-else");
+    server.kill();
+    server.start_again().await;
+    let names = run("docker", &["ps", "--all", "--format", "{{.Names}}"]);
+    assert!(!names.contains(stray), "{names}");
+    assert!(names.contains(&foreign), "{names}");
+    run("docker", &["rm", &foreign]);
+    assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_second_server_on_the_same_data_is_refused() {
+    let server = TestServer::start(BINARY).await;
+    let output = Command::new(BINARY)
+        .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
+        .arg(server.data_dir())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("in use by process"), "{said}");
+    server.stop();
+}

@@ -1,0 +1,84 @@
+//! A second Docker engine, for what the host's engine must not be put through: one without gVisor, or with a gVisor
+//! that does not work.
+
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Starts the engine and stops it, with everything it made, when its standard input ends.
+const SCRIPT: &str = r#"
+dir=$1
+trap '' INT TERM HUP
+setsid dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/pid" \
+    --host "unix://$dir/docker.sock" --bridge none --iptables=false --ip6tables=false >"$dir/log" 2>&1 </dev/null &
+engine=$!
+while read -r _; do :; done
+kill -TERM "$engine"
+wait "$engine"
+for mount in $(awk -v dir="$dir/" 'index($2, dir) == 1 { print $2 }' /proc/mounts | sort -r); do umount "$mount"; done
+rm -rf "$dir"
+"#;
+
+/// A Docker engine of its own.
+pub struct TestEngine {
+    directory: PathBuf,
+    keeper: Child,
+    leash: Option<ChildStdin>,
+}
+
+impl TestEngine {
+    /// Starts an engine with this configuration (`daemon.json`).
+    pub fn start(configuration: &str) -> Self {
+        let directory =
+            tempfile::Builder::new().prefix("emergent-engine-").tempdir().expect("a directory").keep();
+        std::fs::write(directory.join("daemon.json"), configuration).expect("a file");
+        let mut keeper = Command::new("bash")
+            .args(["-c", SCRIPT, "emergent-test-engine"])
+            .arg(&directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .expect("bash starts");
+        let leash = keeper.stdin.take();
+        let engine = Self { directory, keeper, leash };
+        let begun = Instant::now();
+        while !engine.docker(&["version"]).status().is_ok_and(|status| status.success()) {
+            let log = std::fs::read_to_string(engine.directory.join("log")).unwrap_or_default();
+            assert!(begun.elapsed() < Duration::from_secs(60), "the engine did not start:\n{log}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        engine
+    }
+
+    /// Its address, for `DOCKER_HOST`.
+    pub fn host(&self) -> String {
+        format!("unix://{}/docker.sock", self.directory.display())
+    }
+
+    /// The `docker` command, speaking to this engine.
+    fn docker(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new("docker");
+        command.args(["--host", &self.host()]).args(arguments).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+
+    /// Makes an empty image with this name.
+    pub fn import_empty_image(&self, name: &str) {
+        let mut child =
+            self.docker(&["import", "-", name]).stdin(Stdio::piped()).spawn().expect("docker starts");
+        // An archive of nothing: two empty blocks.
+        child.stdin.take().expect("a pipe").write_all(&[0; 1024]).expect("docker reads");
+        assert!(child.wait().expect("docker ends").success());
+    }
+}
+
+impl Drop for TestEngine {
+    fn drop(&mut self) {
+        self.leash = None;
+        let _ = self.keeper.wait();
+    }
+}

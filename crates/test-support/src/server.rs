@@ -1,0 +1,315 @@
+//! A real `emergent serve` for one test.
+//!
+//! The server is a process of its own, so that a test can kill it. Whatever happens to the test, nothing is left: a
+//! small script (`janitor.sh`) waits for the end of a pipe that only the test process holds open, then kills the
+//! server and removes everything with its installation's label. [`TestServer::stop`] checks that there was nothing for
+//! it to do.
+//!
+//! Functions here panic on failure, as assertions in tests do.
+
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+const JANITOR: &str = include_str!("janitor.sh");
+/// A server that has not answered by then never will.
+const START_TIME: Duration = Duration::from_secs(60);
+
+/// A running server.
+pub struct TestServer {
+    binary: PathBuf,
+    environment: Vec<(String, String)>,
+    data_dir: PathBuf,
+    process: Child,
+    janitor: Child,
+    leash: Option<ChildStdin>,
+    client: reqwest::Client,
+    /// Where it listens.
+    pub url: String,
+    /// The first admin token.
+    pub token: String,
+}
+
+/// An answer: its status and its JSON.
+#[derive(Clone, Debug)]
+pub struct Answer {
+    /// The HTTP status.
+    pub status: u16,
+    /// The body; null when it is not JSON.
+    pub body: Value,
+}
+
+impl Answer {
+    /// The body of a success.
+    #[track_caller]
+    pub fn ok(self) -> Value {
+        assert!((200..300).contains(&self.status), "{} {}", self.status, self.body);
+        self.body
+    }
+
+    /// The code of a failure with this status.
+    #[track_caller]
+    pub fn error(self, status: u16) -> String {
+        assert_eq!(self.status, status, "{}", self.body);
+        let code = self.body["error"]["code"].as_str().unwrap_or_default().to_owned();
+        assert!(
+            !code.is_empty() && self.body["error"]["message"].as_str().is_some_and(|text| !text.is_empty()),
+            "{}",
+            self.body
+        );
+        code
+    }
+}
+
+impl TestServer {
+    /// Starts a server on a free port with a data directory of its own. Plain Docker is allowed.
+    pub async fn start(binary: &str) -> Self {
+        Self::start_with(binary, &[("EMERGENT_ALLOW_DOCKER", "true")]).await
+    }
+
+    /// Starts a server with these variables.
+    pub async fn start_with(binary: &str, environment: &[(&str, &str)]) -> Self {
+        let directory = tempfile::Builder::new().prefix("emergent-test-").tempdir().expect("a directory");
+        // From here on the janitor removes it.
+        let data_dir = directory.keep();
+        let mut janitor = Command::new("bash")
+            .args(["-c", JANITOR, "emergent-test-janitor"])
+            .arg(&data_dir)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .expect("bash starts");
+        let leash = janitor.stdin.take();
+        let environment: Vec<_> =
+            environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let process = spawn(Path::new(binary), &data_dir, &environment);
+        let client = reqwest::Client::builder().pool_max_idle_per_host(32).build().expect("a client");
+        let mut server = Self {
+            binary: binary.into(),
+            environment,
+            data_dir,
+            process,
+            janitor,
+            leash,
+            client,
+            url: String::new(),
+            token: String::new(),
+        };
+        server.wait_until_ready().await;
+        server
+    }
+
+    async fn wait_until_ready(&mut self) {
+        let begun = Instant::now();
+        loop {
+            if let Some(status) = self.process.try_wait().expect("the process can be waited for") {
+                panic!("the server ended with {status}:\n{}", self.log());
+            }
+            assert!(begun.elapsed() < START_TIME, "the server did not start:\n{}", self.log());
+            self.url = self.file("server-url");
+            self.token = self.file("admin-token");
+            if !self.url.is_empty() {
+                let ready = self.client.get(format!("{}/health/ready", self.url)).send().await;
+                if ready.is_ok_and(|answer| answer.status() == 200) {
+                    return;
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    fn file(&self, name: &str) -> String {
+        std::fs::read_to_string(self.data_dir.join(name)).unwrap_or_default()
+    }
+
+    /// What the server wrote to standard error so far.
+    pub fn log(&self) -> String {
+        self.file("test.log")
+    }
+
+    /// The server's data directory.
+    pub fn data_dir(&self) -> &Path {
+        &self.data_dir
+    }
+
+    /// The installation's id.
+    pub fn installation(&self) -> String {
+        self.file("installation-id")
+    }
+
+    /// Kills the server with SIGKILL.
+    pub fn kill(&mut self) {
+        self.process.kill().expect("the server can be killed");
+        self.process.wait().expect("the server ends");
+        let _ = std::fs::remove_file(self.data_dir.join("server-url"));
+    }
+
+    /// Starts it again on the same data directory, after [`kill`](Self::kill).
+    pub async fn start_again(&mut self) {
+        self.process = spawn(&self.binary, &self.data_dir, &self.environment);
+        self.wait_until_ready().await;
+    }
+
+    /// Stops the server (SIGTERM) and asserts that nothing is left that carries its label.
+    #[track_caller]
+    pub fn stop(mut self) {
+        self.terminate();
+        let left = self.leftovers();
+        assert!(left.is_empty(), "left behind: {left:#?}\n{}", self.log());
+    }
+
+    /// Sends SIGTERM and waits.
+    pub fn terminate(&mut self) {
+        let pid = self.process.id().to_string();
+        assert!(Command::new("kill").arg(&pid).status().is_ok_and(|status| status.success()));
+        let begun = Instant::now();
+        while self.process.try_wait().expect("the process can be waited for").is_none() {
+            assert!(begun.elapsed() < Duration::from_secs(60), "the server did not stop:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Everything outside the data directory that carries the installation's label, and loop devices on its disks.
+    pub fn leftovers(&self) -> Vec<String> {
+        let id = self.installation();
+        let filter = format!("label=emergent.installation={id}");
+        let mut found = Vec::new();
+        let mut list = |kind: &str, program: &str, arguments: &[&str]| {
+            let output = Command::new(program).args(arguments).output().expect("the program starts");
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            found.extend(
+                text.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("{kind} {line}")),
+            );
+        };
+        list("container", "docker", &["ps", "--all", "--filter", &filter, "--format", "{{.Names}}"]);
+        list("volume", "docker", &["volume", "ls", "--filter", &filter, "--format", "{{.Name}}"]);
+        list("network", "docker", &["network", "ls", "--filter", &filter, "--format", "{{.Name}}"]);
+        let short: String = id.replace('-', "").chars().skip(22).collect();
+        let rules = Command::new("iptables-save").output().map(|output| output.stdout).unwrap_or_default();
+        let rules = String::from_utf8_lossy(&rules).into_owned();
+        let ours = rules.lines().filter(|line| !short.is_empty() && line.contains(&format!("em-{short}")));
+        found.extend(ours.map(|line| format!("rule {line}")));
+        let loops =
+            Command::new("losetup").arg("--all").output().map(|output| output.stdout).unwrap_or_default();
+        let loops = String::from_utf8_lossy(&loops).into_owned();
+        let ours = loops.lines().filter(|line| line.contains(&*self.data_dir.to_string_lossy()));
+        found.extend(ours.map(|line| format!("loop device {line}")));
+        let disks = std::fs::read_dir(self.data_dir.join("disks")).into_iter().flatten().flatten();
+        found.extend(disks.map(|entry| format!("disk {}", entry.path().display())));
+        found
+    }
+
+    /// A request with the admin token.
+    pub async fn request(&self, method: &str, path: &str, body: Option<Value>) -> Answer {
+        self.request_as(Some(&self.token), method, path, body).await
+    }
+
+    /// A request with another token, or none.
+    pub async fn request_as(
+        &self,
+        token: Option<&str>,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+    ) -> Answer {
+        let method = method.parse().expect("a method");
+        let mut request = self.client.request(method, format!("{}{path}", self.url));
+        if let Some(token) = token {
+            request = request.bearer_auth(token);
+        }
+        if let Some(body) = body {
+            request = request.json(&body);
+        }
+        let response = match request.send().await {
+            Ok(response) => response,
+            Err(error) => panic!("{path}: {error:?}\n{}", self.log()),
+        };
+        let status = response.status().as_u16();
+        let bytes = response.bytes().await.expect("a body");
+        Answer { status, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
+    }
+
+    /// The HTTP client, for what the other functions don't do.
+    pub fn client(&self) -> &reqwest::Client {
+        &self.client
+    }
+
+    /// Creates a workspace; returns its id.
+    pub async fn create(&self, request: Value) -> String {
+        let created = self.request("POST", "/api/v1/agent/workspaces", Some(request)).await.ok();
+        assert_eq!(created["status"], "ready", "{created}");
+        created["id"].as_str().expect("an id").to_owned()
+    }
+
+    /// Calls a tool.
+    pub async fn tool(&self, id: &str, tool: &str, request: Value) -> Answer {
+        self.request("POST", &format!("/api/v1/agent/workspaces/{id}/{tool}"), Some(request)).await
+    }
+
+    /// Runs a command that must succeed; returns what it printed.
+    pub async fn bash(&self, id: &str, command: &str) -> String {
+        let answer = self.tool(id, "bash", json!({ "command": command })).await.ok();
+        assert_eq!(answer["exit_code"], 0, "{command}: {answer}");
+        answer["stdout"].as_str().expect("text").to_owned()
+    }
+
+    /// Destroys a workspace.
+    pub async fn destroy(&self, id: &str) {
+        self.request("DELETE", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    }
+}
+
+fn spawn(binary: &Path, data_dir: &Path, environment: &[(String, String)]) -> Child {
+    let log =
+        std::fs::OpenOptions::new().create(true).append(true).open(data_dir.join("test.log")).expect("a log");
+    Command::new(binary)
+        .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
+        .arg(data_dir)
+        .env_remove("DATABASE_URL")
+        .envs(environment.iter().map(|(name, value)| (name, value)))
+        .current_dir(data_dir)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone().expect("a second handle"))
+        .stderr(log)
+        .process_group(0)
+        .spawn()
+        .expect("the server starts")
+}
+
+impl Drop for TestServer {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let mut log = self.log();
+            let start = log.len().saturating_sub(6000);
+            let start = (start..log.len()).find(|index| log.is_char_boundary(*index)).unwrap_or(0);
+            eprintln!("--- the server's log ends with ---\n{}", log.split_off(start));
+        }
+        // The end of the pipe is the janitor's signal; tests end only when it is done.
+        self.leash = None;
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = self.janitor.wait();
+    }
+}
+
+/// What a program printed, when it succeeded.
+#[track_caller]
+pub fn run(program: &str, arguments: &[&str]) -> String {
+    let mut child = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap_or_else(|error| panic!("{program}: {error}"));
+    let mut text = String::new();
+    child.stdout.take().expect("a pipe").read_to_string(&mut text).expect("text");
+    let status = child.wait().expect("it ends");
+    assert!(status.success(), "{program} {arguments:?}: {status}");
+    text
+}
