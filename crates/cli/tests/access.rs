@@ -1,6 +1,8 @@
 //! Every route refuses a missing, a wrong and a foreign token. The list of routes is the API's own description, so a
 //! route that is added is tested without anybody thinking of it.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 

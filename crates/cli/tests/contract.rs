@@ -2,6 +2,8 @@
 //!
 //! A new provider joins by its name in `PROVIDERS`.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 

@@ -1,5 +1,7 @@
 //! Bad input and faults: a clear answer, nothing leaked, and the workspace still usable.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 

@@ -2,6 +2,8 @@
 //!
 //! They run against the real server, the real Docker engine and the real gVisor runtime.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::process::Command;
 
 use emergent_test_support::engine::TestEngine;

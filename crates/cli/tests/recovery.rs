@@ -1,5 +1,7 @@
 //! What is left after a crash: nothing that should not be, and everything that should.
 
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
 use std::process::Command;
 
 use emergent_test_support::server::{TestServer, run};

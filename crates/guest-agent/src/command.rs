@@ -30,6 +30,8 @@ use crate::workers;
 
 /// Marks every process that a command starts, so that those that left its process group can be found.
 const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
+/// How long killed processes may take to be gone.
+const KILL_TIME: Duration = Duration::from_secs(2);
 /// What a pipe holds at most: what may be left in it when its process has ended.
 const PIPE_BYTES: usize = 64 * 1024;
 
@@ -276,12 +278,18 @@ impl Started {
 
     /// A command that was told to end takes its family with it: the rest of the grace, then SIGKILL.
     fn end_family(&self, phase: &Phase) {
+        // Orphans end without telling anybody but the reaper, so their end has to be looked for.
+        const LOOK_EVERY: Duration = Duration::from_millis(20);
         let deadline = phase.next_deadline().unwrap_or_else(Instant::now);
-        while !self.family().is_empty() && Instant::now() < deadline {
-            // Orphans end without telling anybody but the reaper.
-            std::thread::sleep(Duration::from_millis(20));
+        while Instant::now() < deadline && !self.family().is_empty() {
+            std::thread::sleep(LOOK_EVERY);
         }
-        self.signal(Signal::KILL);
+        // More than once: one of them may have forked meanwhile.
+        let deadline = Instant::now() + KILL_TIME;
+        while Instant::now() < deadline && !self.family().is_empty() {
+            self.signal(Signal::KILL);
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 }
 

@@ -206,7 +206,7 @@ fn an_answer_has_a_size_limit() {
     let request = GrepRequest { pattern: "hit".into(), limit: Some(10_000), ..GrepRequest::default() };
     let answer = workspace.request(&request).unwrap();
     assert!(answer.truncated);
-    assert!((2000..3000).contains(&answer.matches.len()));
+    assert!((250..400).contains(&answer.matches.len()), "{}", answer.matches.len());
     assert!(answer.matches.iter().enumerate().all(|(n, m)| m.line_number == n as u64 + 1));
 }
 

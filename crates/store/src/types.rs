@@ -101,7 +101,7 @@ macro_rules! text_in_sqlite {
 }
 
 delegate_to_postgres!(DbUuid, Uuid);
-text_in_sqlite!(DbUuid, |id| id.0.hyphenated().to_string(), |text| { Ok(Self(Uuid::parse_str(text)?)) });
+text_in_sqlite!(DbUuid, |id| id.0.hyphenated().to_string(), |text| Ok(Self(Uuid::parse_str(text)?)));
 
 delegate_to_postgres!(DbTime, DateTime<Utc>);
 text_in_sqlite!(DbTime, |time| time.to_text(), |text| {

@@ -38,6 +38,8 @@ impl IntoResponse for ApiError {
                 Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer realm=\"emergent\"")))
             }
             ErrorCode::Unavailable => Some((header::RETRY_AFTER, RETRY_AFTER)),
+            // The rest of the body is not read, so the connection can't be used again.
+            ErrorCode::TooLarge => Some((header::CONNECTION, HeaderValue::from_static("close"))),
             _ => None,
         };
         let mut response = (status, Json(ErrorBody { error: self.0 })).into_response();

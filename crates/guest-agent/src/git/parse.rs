@@ -47,7 +47,7 @@ fn branch_header(status: &mut GitStatus, header: &str) {
 
 /// One record: a path may be changed in the index and, again, in the work tree.
 fn changes(line: &str, original: Option<&str>) -> Vec<GitFileStatus> {
-    let (kind, rest) = line.split_at(1);
+    let Some((kind, rest)) = line.split_at_checked(1) else { return Vec::new() };
     let rest = rest.trim_start();
     let path_after = |fields: usize| rest.splitn(fields + 1, ' ').nth(fields).unwrap_or_default().to_owned();
     let plain = |status: &str, path: String| GitFileStatus {
