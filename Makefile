@@ -57,7 +57,7 @@ unit: ## … the tests (ARGS='-E test(edit)' for some of them)
 
 ##@ Measure it
 .PHONY: bench load
-bench: setup ## The promises of SPECIFICATION.md as ratios, measured here and now
+bench: setup build ## The promises of SPECIFICATION.md as ratios, measured here and now
 	@cargo run --release --locked -p xtask -- bench $(ARGS)
 
 load: setup ## Many workspaces at once; prints percentiles

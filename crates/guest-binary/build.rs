@@ -1,5 +1,5 @@
-//! Builds the guest agent as a static binary in a target directory of its own: the outer cargo holds the lock of
-//! the ordinary one, and a static build needs other flags.
+//! Builds what goes into every sandbox as static binaries, in a target directory of its own: the outer cargo holds the
+//! lock of the ordinary one, and a static build needs other flags.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -7,27 +7,16 @@ use std::process::Command;
 
 use sha2::{Digest, Sha256};
 
-/// The crates the agent is made of.
-const SOURCES: [&str; 4] = ["wire", "guest-protocol", "guest-tools", "guest-agent"];
+/// The crates the binaries are made of.
+const SOURCES: [&str; 5] = ["wire", "guest-protocol", "guest-tools", "guest-agent", "guest-search"];
+/// Package, binary, profile, and the name in the sandbox.
+const BINARIES: [(&str, &str, &str, &str); 2] = [
+    ("emergent-guest-agent", "emergent-guest", "guest", "guest"),
+    ("emergent-guest-search", "emergent-guest-search", "guest-search", "search"),
+];
 
 fn main() {
-    println!("cargo::rerun-if-env-changed=EMERGENT_GUEST_BINARY");
     let output = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let built = match env::var_os("EMERGENT_GUEST_BINARY") {
-        Some(path) => {
-            println!("cargo::rerun-if-changed={}", Path::new(&path).display());
-            PathBuf::from(path)
-        }
-        None => build(&output),
-    };
-    let bytes = std::fs::read(&built).unwrap_or_else(|error| panic!("{}: {error}", built.display()));
-    let embedded = output.join("emergent-guest");
-    std::fs::write(&embedded, &bytes).expect("the build directory is writable");
-    println!("cargo::rustc-env=GUEST_BINARY_PATH={}", embedded.display());
-    println!("cargo::rustc-env=GUEST_BINARY_SHA256={}", hex::encode(Sha256::digest(&bytes)));
-}
-
-fn build(output: &Path) -> PathBuf {
     let root =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace exists");
     for source in SOURCES {
@@ -35,15 +24,25 @@ fn build(output: &Path) -> PathBuf {
     }
     println!("cargo::rerun-if-changed={}", root.join("Cargo.lock").display());
     println!("cargo::rerun-if-changed={}", root.join("Cargo.toml").display());
+    let mut hash = Sha256::new();
+    for (package, binary, profile, name) in BINARIES {
+        let built = build(&root, &output, package, binary, profile);
+        let bytes = std::fs::read(&built).unwrap_or_else(|error| panic!("{}: {error}", built.display()));
+        hash.update(&bytes);
+        std::fs::write(output.join(name), &bytes).expect("the build directory is writable");
+    }
+    println!("cargo::rustc-env=GUEST_SHA256={}", hex::encode(hash.finalize()));
+}
+
+fn build(root: &Path, output: &Path, package: &str, binary: &str, profile: &str) -> PathBuf {
     let target = env::var("TARGET").expect("cargo sets TARGET");
     let directory = target_directory(output).join("guest");
     let status = Command::new(env::var_os("CARGO").expect("cargo sets CARGO"))
-        .current_dir(&root)
-        .args(["build", "--profile", "guest", "--package", "emergent-guest-agent", "--bin", "emergent-guest"])
-        .args(["--target", &target])
+        .current_dir(root)
+        .args(["build", "--profile", profile, "--package", package, "--bin", binary, "--target", &target])
         .arg("--target-dir")
         .arg(&directory)
-        .env("RUSTFLAGS", "-C target-feature=+crt-static")
+        .env("RUSTFLAGS", "-C target-feature=+crt-static -C relocation-model=static")
         // What the outer build set for itself (clippy as the compiler, its own flags) must not get in.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("RUSTC_WORKSPACE_WRAPPER")
@@ -51,8 +50,8 @@ fn build(output: &Path) -> PathBuf {
         .env_remove("CARGO_TARGET_DIR")
         .status()
         .expect("cargo runs");
-    assert!(status.success(), "the guest agent can't be built");
-    directory.join(target).join("guest/emergent-guest")
+    assert!(status.success(), "{package} can't be built");
+    directory.join(target).join(profile).join(binary)
 }
 
 /// The target directory that cargo is using: the one with its tag file.

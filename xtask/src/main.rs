@@ -1,14 +1,33 @@
-//! Tasks of the project: `cargo run -p xtask -- openapi`.
+//! Tasks of the project: `cargo run -p xtask -- openapi`, `cargo run --release -p xtask -- bench`.
+
+mod bench;
 
 use std::path::Path;
+use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use clap::{Parser, Subcommand};
 
-fn main() -> Result<()> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["openapi"] => write_openapi(),
-        _ => bail!("usage: cargo run -p xtask -- openapi"),
+/// Tasks of the project.
+#[derive(Parser)]
+#[command(name = "xtask", bin_name = "cargo run -p xtask --")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Write openapi/emergent.json anew from the handlers
+    Openapi,
+    /// Measure the promises of SPECIFICATION.md as ratios, here and now
+    Bench(bench::Options),
+}
+
+fn main() -> Result<ExitCode> {
+    match Arguments::parse().task {
+        Task::Openapi => write_openapi().map(|()| ExitCode::SUCCESS),
+        Task::Bench(options) => bench::run(&options),
     }
 }
 

@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_guest_protocol::{GuestCall, Kind, MAX_DATA_BYTES, UsageAnswer, WriteCall};
-use emergent_guest_tools::{edit, glob, grep, read, write};
+use emergent_guest_tools::search::{Search, SearchReply};
+use emergent_guest_tools::{edit, read, write};
 use emergent_wire::tools::{ReadAnswer, ReadRequest, WriteAnswer};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use serde::Serialize;
 
 use crate::agent::Agent;
 use crate::call::Call;
-use crate::{bash, disk, git, procfs, workers};
+use crate::{bash, disk, git, procfs, search};
 
 /// Runs a call to its end and sends its answer.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
@@ -36,8 +37,8 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         GuestCall::Edit(request) => {
             json(agent.disk.refuse_if_full(agent).and_then(|()| edit::edit(&context, &request, cancel)))
         }
-        GuestCall::Glob(request) => json(search(|| glob::glob(&context, &request, cancel))),
-        GuestCall::Grep(request) => json(search(|| grep::grep(&context, &request, cancel))),
+        GuestCall::Glob(request) => found(search::run(agent, call, Search::Glob(request))),
+        GuestCall::Grep(request) => found(search::run(agent, call, Search::Grep(request))),
         GuestCall::Git(request) => json(git::run(agent, call, &request)),
         GuestCall::Usage(()) => json(Ok(usage(agent))),
         GuestCall::Shutdown(message) => {
@@ -55,11 +56,13 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
 #[derive(Serialize)]
 struct Empty {}
 
-fn search<T: Send>(body: impl FnOnce() -> Result<T, ErrorDetail> + Send) -> Result<T, ErrorDetail> {
-    workers::on_large_stack(body).unwrap_or_else(|| {
-        let message = "the sandbox can't start another thread: end some of its processes";
-        Err(ErrorDetail::new(ErrorCode::LimitReached, message))
-    })
+/// The answer in a search's reply, as it is.
+fn found(reply: Result<SearchReply, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {
+    match reply? {
+        SearchReply::Glob(answer) => json(Ok(answer)),
+        SearchReply::Grep(answer) => json(Ok(answer)),
+        SearchReply::Err(error) => Err(error),
+    }
 }
 
 fn json<T: Serialize>(answer: Result<T, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {

@@ -22,6 +22,7 @@ mod memory;
 mod output;
 mod procfs;
 mod reaper;
+mod search;
 mod shell;
 mod wake;
 mod workers;

@@ -7,9 +7,7 @@ use std::time::Duration;
 /// Threads that wait for work.
 const KEPT_THREADS: usize = 2;
 /// Stacks are small: on gVisor all of a stack is resident once a byte of it is.
-const STACK_BYTES: usize = 128 * 1024;
-/// For what may recurse deeply: the regex compiler, the directory walker.
-const LARGE_STACK_BYTES: usize = 4 << 20;
+const STACK_BYTES: usize = 96 * 1024;
 /// After this time without work a thread ends, down to [`KEPT_THREADS`].
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
@@ -71,13 +69,4 @@ impl Workers {
 /// Starts a thread with a small stack. False when the sandbox has no room for one.
 pub(crate) fn spawn_thread(name: &str, body: impl FnOnce() + Send + 'static) -> bool {
     std::thread::Builder::new().name(name.to_owned()).stack_size(STACK_BYTES).spawn(body).is_ok()
-}
-
-/// Runs `body` on a thread with a large stack and waits for it. None when there is no room for one.
-pub(crate) fn on_large_stack<T: Send>(body: impl FnOnce() -> T + Send) -> Option<T> {
-    std::thread::scope(|scope| {
-        let thread =
-            std::thread::Builder::new().stack_size(LARGE_STACK_BYTES).spawn_scoped(scope, body).ok()?;
-        thread.join().ok()
-    })
 }

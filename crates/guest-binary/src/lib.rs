@@ -1,9 +1,13 @@
-//! The guest agent's static binary, as bytes inside the server.
+//! The static binaries that go into every sandbox, as bytes inside the server.
 //!
-//! The build script builds it (or takes the file that `EMERGENT_GUEST_BINARY` names), so that one
-//! `cargo build` gives one self-contained `emergent`.
+//! The build script builds them, so that one `cargo build` gives one self-contained `emergent`.
 
-/// The binary: static, for the architecture of the host.
-pub static GUEST_BINARY: &[u8] = include_bytes!(env!("GUEST_BINARY_PATH"));
-/// SHA-256 of the binary, in hexadecimal.
-pub const GUEST_BINARY_SHA256: &str = env!("GUEST_BINARY_SHA256");
+/// The guest agent.
+pub static GUEST: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/guest"));
+/// The search engine that the agent starts for glob and grep.
+pub static SEARCH: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/search"));
+/// SHA-256 over both, in hexadecimal.
+pub const GUEST_SHA256: &str = env!("GUEST_SHA256");
+
+/// Both, with the names they have in the sandbox's `/.emergent`.
+pub const FILES: [(&str, &[u8]); 2] = [("guest", GUEST), ("search", SEARCH)];

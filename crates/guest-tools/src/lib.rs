@@ -22,6 +22,7 @@ pub mod edit;
 pub mod glob;
 pub mod grep;
 pub mod read;
+pub mod search;
 pub mod write;
 
 pub use context::Context;

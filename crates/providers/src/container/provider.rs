@@ -19,7 +19,7 @@ use emergent_wire::workspace::{
 use super::disk::Disks;
 use super::engine::{Engine, EngineError};
 use super::network::{Network, host_nameservers};
-use super::spec::{self, GUEST_PATH, Surroundings};
+use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
 use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
 use crate::error::ProviderError;
@@ -124,7 +124,7 @@ impl ContainerProvider {
         let around = Surroundings {
             installation: self.installation,
             runtime: (self.runtime == Runtime::Gvisor).then_some(RUNSC),
-            guest: (!copied).then(|| self.guest.path()),
+            guest: (!copied).then(|| self.guest.directory()),
             device: device.as_deref(),
             network: &self.network.name,
             host_cpus,
@@ -155,14 +155,14 @@ impl ContainerProvider {
 
     /// Whether the engine does not see our files: it runs on another host or in another container.
     fn cannot_bind(&self, error: &EngineError) -> bool {
-        let path = self.guest.path().to_string_lossy();
+        let path = self.guest.directory().to_string_lossy();
         matches!(error, EngineError::Refused(message) | EngineError::Other(message)
             if message.contains("bind source path does not exist") && message.contains(&*path))
     }
 
     async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
         let failed = |error: &dyn std::fmt::Display| ProviderError::failed("copying the guest agent", error);
-        let archive = tar_of(GUEST_PATH.trim_start_matches('/'), emergent_guest_binary::GUEST_BINARY);
+        let archive = tar_of(GUEST_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES);
         let options = bollard::query_parameters::UploadToContainerOptionsBuilder::new().path("/").build();
         let docker = self.engine.docker().await.map_err(|error| failed(&error))?;
         let upload = docker.upload_to_container(name, Some(options), bollard::body_full(archive.into()));
@@ -496,21 +496,27 @@ fn free_memory(info: &SystemInfo) -> u64 {
     free.map_or(total, |free| free.min(total))
 }
 
-/// An archive with one executable file in it.
-fn tar_of(path: &str, bytes: &[u8]) -> Vec<u8> {
-    let mut header = [0_u8; 512];
-    let mut field = |at: usize, text: &str| header[at..at + text.len()].copy_from_slice(text.as_bytes());
-    field(0, path);
-    field(100, "0000755\0");
-    field(108, "0000000\0");
-    field(116, "0000000\0");
-    field(124, &format!("{:011o}\0", bytes.len()));
-    field(136, "00000000000\0");
-    field(148, "        ");
-    field(156, "0");
-    field(257, "ustar\x0000");
-    let checksum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
-    header[148..156].copy_from_slice(format!("{checksum:06o}\0 ").as_bytes());
-    let padding = bytes.len().next_multiple_of(512) - bytes.len() + 1024;
-    [&header[..], bytes, &vec![0; padding]].concat()
+/// An archive of executable files in one directory.
+fn tar_of(directory: &str, files: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut archive = Vec::new();
+    for (name, bytes) in files {
+        let mut header = [0_u8; 512];
+        let mut field = |at: usize, text: &str| header[at..at + text.len()].copy_from_slice(text.as_bytes());
+        field(0, &format!("{directory}/{name}"));
+        field(100, "0000755\0");
+        field(108, "0000000\0");
+        field(116, "0000000\0");
+        field(124, &format!("{:011o}\0", bytes.len()));
+        field(136, "00000000000\0");
+        field(148, "        ");
+        field(156, "0");
+        field(257, "ustar\x0000");
+        let checksum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+        header[148..156].copy_from_slice(format!("{checksum:06o}\0 ").as_bytes());
+        archive.extend_from_slice(&header);
+        archive.extend_from_slice(bytes);
+        archive.resize(archive.len().next_multiple_of(512), 0);
+    }
+    archive.resize(archive.len() + 1024, 0);
+    archive
 }

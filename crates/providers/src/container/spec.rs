@@ -15,7 +15,9 @@ use emergent_wire::workspace::NetworkMode;
 use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
 use crate::sandbox::SandboxSpec;
 
-/// Where the agent's binary is inside a sandbox.
+/// Where our binaries are inside a sandbox.
+pub(crate) const GUEST_DIR: &str = "/.emergent";
+/// The guest agent among them.
 pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
 /// Processes and threads at most. On gVisor this counts the threads of its kernel as well.
 const MAX_PIDS: i64 = 4096;
@@ -28,7 +30,7 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) installation: InstallationId,
     /// The engine's runtime; none for its default.
     pub(crate) runtime: Option<&'a str>,
-    /// The agent's binary on the engine's host; none when it is copied in.
+    /// The directory of our binaries on the engine's host; none when they are copied in.
     pub(crate) guest: Option<&'a Path>,
     /// The device with the workspace's files; none for an ordinary volume.
     pub(crate) device: Option<&'a Path>,
@@ -96,7 +98,7 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
 }
 
 fn small_stack() -> ResourcesUlimits {
-    ResourcesUlimits { name: Some("stack".to_owned()), soft: Some(256 << 10), hard: Some(-1) }
+    ResourcesUlimits { name: Some("stack".to_owned()), soft: Some(128 << 10), hard: Some(-1) }
 }
 
 fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
@@ -123,7 +125,7 @@ fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundin
     let guest = around.guest.map(|path| Mount {
         typ: Some(MountType::BIND),
         source: Some(path.to_string_lossy().into_owned()),
-        target: Some(GUEST_PATH.to_owned()),
+        target: Some(GUEST_DIR.to_owned()),
         read_only: Some(true),
         ..Mount::default()
     });

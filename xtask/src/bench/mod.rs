@@ -1,0 +1,77 @@
+//! `make bench`: the promises, measured on this machine.
+//!
+//! Machines differ and are noisy, so no row stands on a time alone: what we do and what one would do by hand
+//! (`docker exec`, `docker run`, `rg`) are measured in the same run, in turns, and compared by their medians.
+//!
+//! ```text
+//! Options ──▶ Session (a release server, one HTTP connection) ──▶ rows::* ──▶ report::Row ──▶ table, JSON
+//! ```
+//!
+//! A promise that is not kept is printed as MISS and is no error: the exit code is 0 unless something could not be
+//! measured. The server is a [`TestServer`](emergent_test_support::server::TestServer): whatever ends this process,
+//! its janitor removes everything with the installation's label, which the containers of the baseline carry too.
+
+mod docker;
+mod report;
+mod rows;
+mod session;
+mod stats;
+mod table;
+mod turns;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result};
+
+use report::{NotMeasured, Report};
+use rows::Topic;
+use session::Session;
+
+/// What to measure and where to put it.
+#[derive(clap::Args)]
+pub(crate) struct Options {
+    /// Where to write the numbers [default: bench.json in cargo's target directory]
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Fewer rounds and a smaller tree to search: a first impression
+    #[arg(long)]
+    quick: bool,
+    /// Only these
+    #[arg(value_name = "ROW")]
+    topics: Vec<Topic>,
+}
+
+/// Measures, prints the table, writes the JSON.
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    // One thread, as a client has one: a wake-up of another thread would be measured with each call.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let report = runtime.block_on(measure(options))?;
+    let path = match &options.json {
+        Some(path) => path.clone(),
+        None => session::target_dir()?.join("bench.json"),
+    };
+    std::fs::write(&path, serde_json::to_string_pretty(&report.to_json())? + "\n")
+        .with_context(|| path.display().to_string())?;
+    std::io::stdout().write_all(report.to_text().as_bytes())?;
+    eprintln!("written to {}", path.display());
+    Ok(if report.not_measured.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+async fn measure(options: &Options) -> Result<Report> {
+    let session = Session::start(options.quick).await?;
+    let mut report = Report::new(options.quick);
+    for topic in Topic::chosen(&options.topics) {
+        session.progress(&format!("{topic} …"));
+        match topic.measure(&session).await {
+            Ok(rows) => report.rows.extend(rows),
+            Err(error) => {
+                session.progress(&format!("{topic} could not be measured: {error:#}"));
+                report.not_measured.push(NotMeasured { what: topic.to_string(), why: format!("{error:#}") });
+            }
+        }
+    }
+    session.end(report.not_measured.is_empty());
+    Ok(report)
+}

@@ -1,0 +1,217 @@
+//! What was measured, against what was promised: as a table for people and as JSON for programs.
+
+use std::fmt;
+
+use serde_json::{Value, json};
+
+use super::stats::Summary;
+use super::table::{Align, render};
+use super::turns::Pair;
+
+/// What a row's numbers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unit {
+    Milliseconds,
+    Mebibytes,
+}
+
+impl Unit {
+    fn as_str(self) -> &'static str {
+        match self {
+            Unit::Milliseconds => "ms",
+            Unit::Mebibytes => "MiB",
+        }
+    }
+
+    fn show(self, value: f64) -> String {
+        let decimals = if value < 10.0 { 2 } else { usize::from(value < 1000.0) };
+        format!("{value:.decimals$} {}", self.as_str())
+    }
+}
+
+/// How ours is compared with the baseline.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ratio {
+    /// The baseline's time by ours: more is better.
+    TimesFaster,
+    /// Our time by the baseline's: less is better.
+    TimesAsLong,
+}
+
+/// What is promised of a row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Promise {
+    /// The ratio is at least this.
+    AtLeastTimes(f64),
+    /// The ratio is at most this.
+    AtMostTimes(f64),
+    /// Our median is less than this.
+    Below(f64),
+    /// Our median is at most this.
+    AtMost(f64),
+    /// The ratio should be at least this; nothing is missed when it is not.
+    Wish(f64),
+}
+
+/// One line of the table.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    name: String,
+    unit: Unit,
+    ours: Summary,
+    baseline: Option<Summary>,
+    ratio: Ratio,
+    promises: Vec<Promise>,
+}
+
+impl Row {
+    /// Times of ours and of the baseline.
+    pub(crate) fn compared(name: &str, pair: Pair, ratio: Ratio, promises: &[Promise]) -> Self {
+        Self {
+            name: name.to_owned(),
+            unit: Unit::Milliseconds,
+            ours: pair.ours,
+            baseline: Some(pair.baseline),
+            ratio,
+            promises: promises.to_vec(),
+        }
+    }
+
+    /// A quantity without a baseline.
+    pub(crate) fn alone(name: &str, unit: Unit, ours: Summary, promises: &[Promise]) -> Self {
+        let promises = promises.to_vec();
+        Self { name: name.to_owned(), unit, ours, baseline: None, ratio: Ratio::TimesAsLong, promises }
+    }
+
+    fn ratio(&self) -> Option<f64> {
+        let baseline = self.baseline?.p50;
+        Some(match self.ratio {
+            Ratio::TimesFaster => baseline / self.ours.p50,
+            Ratio::TimesAsLong => self.ours.p50 / baseline,
+        })
+    }
+
+    /// Whether every promise is kept; none when there is none.
+    fn is_kept(&self) -> Option<bool> {
+        let ratio = self.ratio().unwrap_or(f64::NAN);
+        let kept = self.promises.iter().filter_map(|promise| match *promise {
+            Promise::AtLeastTimes(least) => Some(ratio >= least),
+            Promise::AtMostTimes(most) => Some(ratio <= most),
+            Promise::Below(limit) => Some(self.ours.p50 < limit),
+            Promise::AtMost(most) => Some(self.ours.p50 <= most),
+            Promise::Wish(_) => None,
+        });
+        kept.reduce(|all, one| all && one)
+    }
+
+    fn promise(&self) -> String {
+        let texts = self.promises.iter().map(|promise| match *promise {
+            Promise::AtLeastTimes(least) => format!("≥ {least} ×"),
+            Promise::AtMostTimes(most) => format!("≤ {most} ×"),
+            Promise::Below(limit) => format!("< {limit} {}", self.unit.as_str()),
+            Promise::AtMost(most) => format!("≤ {most} {}", self.unit.as_str()),
+            Promise::Wish(least) => format!("wish ≥ {least} ×"),
+        });
+        texts.collect::<Vec<_>>().join(", ")
+    }
+
+    fn cells(&self) -> Vec<String> {
+        let ratio = self.ratio().map(|ratio| match self.ratio {
+            Ratio::TimesFaster => format!("{ratio:.1} × faster"),
+            Ratio::TimesAsLong => format!("{ratio:.2} × as long"),
+        });
+        let verdict = match self.is_kept() {
+            Some(true) => "ok",
+            Some(false) => "MISS",
+            None => "",
+        };
+        vec![
+            self.name.clone(),
+            self.unit.show(self.ours.p50),
+            self.baseline.map(|baseline| self.unit.show(baseline.p50)).unwrap_or_default(),
+            ratio.unwrap_or_default(),
+            self.promise(),
+            verdict.to_owned(),
+        ]
+    }
+
+    fn to_json(&self) -> Value {
+        let ratio_is = match self.ratio {
+            Ratio::TimesFaster => "times_faster",
+            Ratio::TimesAsLong => "times_as_long",
+        };
+        json!({
+            "row": self.name,
+            "unit": self.unit.as_str(),
+            "ours": self.ours,
+            "baseline": self.baseline,
+            "ratio": self.ratio(),
+            "ratio_is": self.baseline.map(|_| ratio_is),
+            "promise": self.promise(),
+            "ok": self.is_kept(),
+        })
+    }
+}
+
+/// Something that could not be measured.
+#[derive(Debug)]
+pub(crate) struct NotMeasured {
+    pub(crate) what: String,
+    pub(crate) why: String,
+}
+
+impl fmt::Display for NotMeasured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "not measured: {}: {}", self.what, self.why)
+    }
+}
+
+/// All of it.
+#[derive(Debug)]
+pub(crate) struct Report {
+    quick: bool,
+    begun_at: chrono::DateTime<chrono::Utc>,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) not_measured: Vec<NotMeasured>,
+}
+
+impl Report {
+    /// An empty one, begun now.
+    pub(crate) fn new(quick: bool) -> Self {
+        Self { quick, begun_at: chrono::Utc::now(), rows: Vec::new(), not_measured: Vec::new() }
+    }
+
+    /// The table, and below it what could not be measured.
+    pub(crate) fn to_text(&self) -> String {
+        let columns = [
+            ("row", Align::Left),
+            ("ours p50", Align::Right),
+            ("baseline p50", Align::Right),
+            ("ratio", Align::Right),
+            ("promise", Align::Left),
+            ("", Align::Left),
+        ];
+        let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
+        let failures = self.not_measured.iter().map(|failure| format!("{failure}\n"));
+        std::iter::once(render(&columns, &rows)).chain(failures).collect()
+    }
+
+    /// All numbers, with percentiles.
+    pub(crate) fn to_json(&self) -> Value {
+        let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+        json!({
+            "begun_at": self.begun_at.to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
+            "quick": self.quick,
+            "machine": {
+                "cpus": std::thread::available_parallelism().map_or(0, usize::from),
+                "kernel": file("/proc/sys/kernel/osrelease"),
+            },
+            "rows": self.rows.iter().map(Row::to_json).collect::<Vec<_>>(),
+            "not_measured": self
+                .not_measured
+                .iter()
+                .map(|failure| json!({ "row": failure.what, "reason": failure.why }))
+                .collect::<Vec<_>>(),
+        })
+    }
+}

@@ -1,0 +1,69 @@
+//! read, write and edit of a 10 KiB file, against `docker exec CONTAINER cat FILE` in the same sandbox.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use crate::bench::docker;
+use crate::bench::report::{Promise, Ratio, Row};
+use crate::bench::session::{Session, Workspace};
+use crate::bench::turns::{Rounds, in_turns};
+
+const FILE: &str = "/workspace/file.txt";
+const SIZE: usize = 10 * 1024;
+/// The line that edit changes, to and fro.
+const MARKS: [&str; 2] = ["the line that is edited: tick\n", "the line that is edited: tock\n"];
+
+pub(super) async fn read(session: &Session) -> Result<Vec<Row>> {
+    measure(session, "read", |_| json!({ "file_path": FILE })).await
+}
+
+pub(super) async fn write(session: &Session) -> Result<Vec<Row>> {
+    measure(session, "write", |round| json!({ "file_path": FILE, "content": content(MARKS[round % 2]) }))
+        .await
+}
+
+pub(super) async fn edit(session: &Session) -> Result<Vec<Row>> {
+    let request = |round: usize| {
+        let (old, new) = (MARKS[round % 2], MARKS[(round + 1) % 2]);
+        json!({ "file_path": FILE, "old_string": old, "new_string": new })
+    };
+    measure(session, "edit", request).await
+}
+
+/// Measures a tool; `request` makes the request of each round.
+async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value) -> Result<Vec<Row>> {
+    let (_, workspace) = session.create("gvisor").await?;
+    let container = workspace.container();
+    let first = json!({ "file_path": FILE, "content": content(MARKS[0]) });
+    session.tool(&workspace, "write", &first).await?;
+    let mut round = 0;
+    let ours = async || {
+        let took = call(session, &workspace, tool, &request(round)).await?;
+        round += 1;
+        Ok(took)
+    };
+    let by_hand = async || Ok(docker::timed(&["exec", &container, "cat", FILE])?.0);
+    let rounds = Rounds { warm_up: 5, counted: session.either(20, 60) };
+    let pair = in_turns(rounds, ours, by_hand).await?;
+    session.destroy(workspace).await?;
+
+    let promises = [Promise::AtLeastTimes(30.0), Promise::Below(3.0)];
+    Ok(vec![Row::compared(&format!("{tool} 10 KiB / docker exec cat"), pair, Ratio::TimesFaster, &promises)])
+}
+
+async fn call(session: &Session, workspace: &Workspace, tool: &str, request: &Value) -> Result<Duration> {
+    Ok(session.tool(workspace, tool, request).await?.0)
+}
+
+/// 10 KiB of lines with the mark in the middle.
+fn content(mark: &str) -> String {
+    let line = "    let value = compute(index, &table)?; // as any line of a program\n";
+    let lines = (SIZE - mark.len()) / line.len();
+    let half = line.repeat(lines / 2);
+    let mut text = format!("{half}{mark}{half}");
+    text.extend(std::iter::repeat_n('.', SIZE - 1 - text.len()));
+    text.push('\n');
+    text
+}

@@ -1,0 +1,150 @@
+//! The server that is measured, and one client of it.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use emergent_test_support::server::TestServer;
+use reqwest::Method;
+use serde_json::{Value, json};
+
+/// A release server with a data directory of its own, and one kept-alive connection to it.
+pub(crate) struct Session {
+    server: TestServer,
+    client: reqwest::Client,
+    begun: Instant,
+    /// Fewer rounds, less data.
+    pub(crate) quick: bool,
+}
+
+/// A workspace of ours.
+pub(crate) struct Workspace {
+    pub(crate) id: String,
+}
+
+impl Workspace {
+    /// Its container's name.
+    pub(crate) fn container(&self) -> String {
+        format!("agent-workspace-{}", self.id)
+    }
+}
+
+/// Cargo's target directory: this program is in a directory of it.
+pub(crate) fn target_dir() -> Result<PathBuf> {
+    let program = std::env::current_exe()?;
+    let directory =
+        program.parent().and_then(Path::parent).context("this program is not in a target directory")?;
+    Ok(directory.to_owned())
+}
+
+impl Session {
+    /// Starts the server: `EMERGENT_BIN`, or the release build beside this program.
+    pub(crate) async fn start(quick: bool) -> Result<Self> {
+        let binary = match std::env::var_os("EMERGENT_BIN") {
+            Some(path) => PathBuf::from(path),
+            None => target_dir()?.join("release/emergent"),
+        };
+        ensure!(
+            binary.is_file(),
+            "there is no {}: `make bench` builds it, or cargo build --release -p emergent",
+            binary.display()
+        );
+        let server = TestServer::start(&binary.to_string_lossy()).await;
+        let client = reqwest::Client::builder().pool_max_idle_per_host(1).no_proxy().build()?;
+        Ok(Self { server, client, begun: Instant::now(), quick })
+    }
+
+    /// Stops the server. When all went well there must be nothing left; else the janitor clears up.
+    pub(crate) fn end(self, all_went_well: bool) {
+        if all_went_well {
+            self.server.stop();
+        }
+    }
+
+    /// Says on standard error what is being done.
+    pub(crate) fn progress(&self, text: &str) {
+        eprintln!("{:6.1} s  {text}", self.begun.elapsed().as_secs_f64());
+    }
+
+    /// One of two numbers: for a quick run, or for a real one.
+    pub(crate) fn either<T>(&self, quick: T, real: T) -> T {
+        if self.quick { quick } else { real }
+    }
+
+    /// The label that makes the janitor remove a container.
+    pub(crate) fn label(&self) -> String {
+        format!("emergent.installation={}", self.server.installation())
+    }
+
+    /// The server's process: the one that has the data directory as an argument, and is not its janitor.
+    pub(crate) fn server_pid(&self) -> Result<u32> {
+        let data_dir = self.server.data_dir().to_string_lossy().into_owned();
+        let mut pids = std::fs::read_dir("/proc")?
+            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
+            .filter(|pid| {
+                let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                let arguments: Vec<&str> = line.split('\0').collect();
+                arguments.get(1) == Some(&"serve") && arguments.contains(&data_dir.as_str())
+            });
+        pids.next().context("the server's process was not found")
+    }
+
+    /// A request; returns how long it took until all of the answer was there, and the answer.
+    pub(crate) async fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&Value>,
+    ) -> Result<(Duration, Value)> {
+        let mut request = self
+            .client
+            .request(method.clone(), format!("{}{path}", self.server.url))
+            .bearer_auth(self.server.token.trim());
+        if let Some(body) = body {
+            request = request.json(body);
+        }
+        let begun = Instant::now();
+        let response = request.send().await?;
+        let status = response.status();
+        let bytes = response.bytes().await?;
+        let took = begun.elapsed();
+        if !status.is_success() {
+            bail!("{method} {path}: {status} {}", String::from_utf8_lossy(&bytes));
+        }
+        Ok((took, serde_json::from_slice(&bytes).unwrap_or(Value::Null)))
+    }
+
+    /// Creates a workspace without a warm start; returns how long it took.
+    pub(crate) async fn create(&self, provider: &str) -> Result<(Duration, Workspace)> {
+        let body = json!({ "provider": provider, "warm_start": false });
+        let (took, created) = self.request(Method::POST, "/api/v1/agent/workspaces", Some(&body)).await?;
+        ensure!(created["status"] == "ready", "the new workspace is not ready: {created}");
+        let id = created["id"].as_str().context("the new workspace has no id")?.to_owned();
+        Ok((took, Workspace { id }))
+    }
+
+    /// Destroys a workspace.
+    pub(crate) async fn destroy(&self, workspace: Workspace) -> Result<()> {
+        let path = format!("/api/v1/agent/workspaces/{}", workspace.id);
+        self.request(Method::DELETE, &path, None).await.map(|_| ())
+    }
+
+    /// Calls a tool; returns how long it took, and its answer.
+    pub(crate) async fn tool(
+        &self,
+        workspace: &Workspace,
+        tool: &str,
+        body: &Value,
+    ) -> Result<(Duration, Value)> {
+        let path = format!("/api/v1/agent/workspaces/{}/{tool}", workspace.id);
+        self.request(Method::POST, &path, Some(body)).await
+    }
+
+    /// Runs a command that must succeed; returns how long it took, and what it printed.
+    pub(crate) async fn bash(&self, workspace: &Workspace, command: &str) -> Result<(Duration, String)> {
+        let body = json!({ "command": command, "timeout_ms": 600_000 });
+        let (took, answer) = self.tool(workspace, "bash", &body).await?;
+        ensure!(answer["exit_code"] == 0, "{command}: {answer}");
+        Ok((took, answer["stdout"].as_str().unwrap_or_default().to_owned()))
+    }
+}
