@@ -253,3 +253,47 @@ pub fn default_data_dir() -> PathBuf {
         _ => PathBuf::from("/var/lib/emergent"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str) -> Result<Settings, ConfigError> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("emergent.toml");
+        std::fs::write(&path, text).unwrap();
+        Settings::load(Some(&path), &Overrides::default())
+    }
+
+    #[test]
+    fn the_example_is_valid_and_holds_the_defaults() {
+        let example = load(include_str!("../../../emergent.example.toml")).unwrap();
+        assert_eq!(format!("{example:?}"), format!("{:?}", Settings::default()));
+    }
+
+    #[test]
+    fn unknown_keys_and_contradictions_are_refused() {
+        for text in [
+            "lissten = \"127.0.0.1:1\"",
+            "[workspaces]\nmax = 3",
+            "[workspaces]\nmax_concurrent = 0",
+            "[workspaces]\ndefault_memory = \"1K\"",
+            "[tls]\ncertificate = \"/x\"",
+            "listen = \"nowhere\"",
+        ] {
+            assert!(load(text).is_err(), "{text}");
+        }
+        assert!(Settings::load(Some(Path::new("/nowhere.toml")), &Overrides::default()).is_err());
+    }
+
+    #[test]
+    fn flags_override_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("emergent.toml");
+        std::fs::write(&path, "listen = \"127.0.0.1:1\"\n[providers]\nallow_docker = true").unwrap();
+        let overrides = Overrides { listen: Some("127.0.0.1:2".parse().unwrap()), ..Overrides::default() };
+        let settings = Settings::load(Some(&path), &overrides).unwrap();
+        assert_eq!(settings.listen.port(), 2);
+        assert!(settings.providers.allow_docker);
+    }
+}
