@@ -87,7 +87,10 @@ impl Workspaces {
         let record = match self.store.workspace_record(id).await {
             Ok(record) => record,
             // Another request has finished it.
-            Err(StoreError::NotFound { .. }) => return Ok(()),
+            Err(StoreError::NotFound { .. }) => {
+                self.forget(id);
+                return Ok(());
+            }
             Err(error) => return Err(error_of(error)),
         };
         if record.workspace.provider.is_some() {
