@@ -13,6 +13,7 @@ use crate::command::Drain;
 use crate::memory::MemoryGuard;
 use crate::procfs;
 use crate::reaper::Reaper;
+use crate::search::Searches;
 use crate::shell::Shells;
 use crate::workers::{self, Workers};
 use crate::{disk, log};
@@ -27,6 +28,7 @@ pub(crate) struct Agent {
     pub(crate) workers: Arc<Workers>,
     pub(crate) reaper: Arc<Reaper>,
     pub(crate) shells: Shells,
+    pub(crate) searches: Searches,
     pub(crate) operations: Operations,
     pub(crate) memory: MemoryGuard,
     pub(crate) drain: Drain,
@@ -43,6 +45,7 @@ impl Agent {
             workers: Arc::default(),
             reaper: Arc::default(),
             shells: Shells::default(),
+            searches: Searches::default(),
             operations: Operations::default(),
             memory: MemoryGuard::default(),
             drain: Drain::default(),
@@ -88,6 +91,11 @@ impl Agent {
         Context { workspace_dir: WORKSPACE_DIR.into(), confined_to: (!roots.is_empty()).then_some(roots) }
     }
 
+    /// Processes that were started ahead and that nobody asked for yet.
+    pub(crate) fn waiting_processes(&self) -> usize {
+        self.shells.waiting() + self.searches.waiting()
+    }
+
     /// The variables a command sees: the image's, what every process expects, the workspace's.
     pub(crate) fn environment(&self) -> BTreeMap<String, String> {
         let mut environment: BTreeMap<String, String> = std::env::vars_os()
@@ -114,6 +122,7 @@ impl Agent {
     pub(crate) fn end_processes(&self, grace: Duration) {
         let _one_at_a_time = self.stopping.lock().unwrap_or_else(PoisonError::into_inner);
         self.shells.close();
+        self.searches.discard();
         let deadline = Instant::now() + grace;
         signal_all(libc::SIGTERM);
         while Instant::now() < deadline && others_run() {

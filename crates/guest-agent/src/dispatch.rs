@@ -103,7 +103,7 @@ fn usage(agent: &Agent) -> UsageAnswer {
         Some(limit) => (agent.disk.used(), limit),
         None => disk::file_system(),
     };
-    let waiting = agent.shells.waiting();
+    let waiting = agent.waiting_processes();
     UsageAnswer {
         disk_used_bytes: used,
         disk_total_bytes: total,

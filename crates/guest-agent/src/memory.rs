@@ -81,7 +81,7 @@ impl MemoryGuard {
     /// Nothing runs but the agent and the shells it started ahead.
     fn is_idle(&self, agent: &Agent) -> bool {
         let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
-        if procfs::process_ids().count() > 1 + agent.shells.waiting() {
+        if procfs::process_ids().count() > 1 + agent.waiting_processes() {
             return false;
         }
         *active = false;

@@ -255,12 +255,13 @@ fn config(cases: u32) -> ProptestConfig {
 proptest! {
     #![proptest_config(config(40))]
 
-    /// The same lines as ripgrep, where it is installed.
+    /// The same lines as ripgrep, where it is installed. (No carriage return on its own: versions of ripgrep differ on
+    /// whether it ends a line for `^` and `$`.)
     #[test]
     fn ripgrep_finds_the_same(
         files in prop::collection::btree_map(
             prop::sample::select(vec!["a", "b.rs", "c/d.rs", "c/e", ".h", "c/.gitignore", ".gitignore", "x-y/z", "x/z", ".ignore"]),
-            prop::collection::vec("([abc]{0,4} ?[abc]{0,3}|\\*\\.rs|c/|é+|\r|b\\.rs\r?)", 0..12),
+            prop::collection::vec("([abc]{0,4} ?[abc]{0,3}|\\*\\.rs|c/|é+|b\\.rs)", 0..12),
             1..8,
         ),
         end in prop::sample::select(vec!["\n", "\r\n"]),

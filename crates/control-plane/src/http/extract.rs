@@ -10,6 +10,7 @@ use emergent_wire::ErrorCode;
 use serde::de::DeserializeOwned;
 
 use super::error::ApiError;
+use super::summary::{Summarize, SummarySlot};
 
 /// How long a body may take to arrive.
 const BODY_TIME: Duration = Duration::from_secs(60);
@@ -17,10 +18,11 @@ const BODY_TIME: Duration = Duration::from_secs(60);
 /// A JSON body. The content type is not looked at: access is by bearer token, so no page can send one unasked.
 pub(crate) struct Body<T>(pub(crate) T);
 
-impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+impl<S: Send + Sync, T: DeserializeOwned + Summarize> FromRequest<S> for Body<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
+        let summary = request.extensions().get::<SummarySlot>().cloned();
         let bytes = match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await {
             Ok(Ok(bytes)) => bytes,
             Ok(Err(rejection)) if rejection.status() == 413 => {
@@ -37,9 +39,12 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
         if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
             return Err(ApiError::new(ErrorCode::BadRequest, "the body must be a JSON object"));
         }
-        let value = serde_json::from_slice(bytes).map_err(|error| {
+        let value: T = serde_json::from_slice(bytes).map_err(|error| {
             ApiError::new(ErrorCode::BadRequest, format!("the body can't be read: {error}"))
         })?;
+        if let Some(slot) = summary {
+            slot.set(value.summary());
+        }
         Ok(Self(value))
     }
 }

@@ -9,6 +9,7 @@ mod operations;
 mod ops;
 mod record;
 mod stream;
+mod summary;
 mod tokens;
 mod tools;
 mod workspaces;

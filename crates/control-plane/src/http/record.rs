@@ -9,11 +9,11 @@ use axum::response::Response;
 use chrono::Utc;
 use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::ErrorCode;
-use serde_json::json;
 
 use super::App;
 use super::access::{Caller, workspace_route};
 use super::error::FailedWith;
+use super::summary::SummarySlot;
 
 const HEADER: &str = "x-request-id";
 
@@ -40,12 +40,12 @@ fn is_sane(text: &str) -> bool {
 }
 
 /// Logs, counts and audits a call.
-pub(super) async fn calls(State(app): State<App>, request: Request, next: Next) -> Response {
+pub(super) async fn calls(State(app): State<App>, mut request: Request, next: Next) -> Response {
     let (at, begun) = (Utc::now(), Instant::now());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let request_id = request.extensions().get::<RequestId>().map(|id| id.0.clone());
-    let bytes =
-        request.headers().get("content-length").and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    let summary = SummarySlot::default();
+    request.extensions_mut().insert(summary.clone());
     let response = next.run(request).await;
     let took = begun.elapsed();
     let action = action_of(&method, &path);
@@ -73,7 +73,7 @@ pub(super) async fn calls(State(app): State<App>, request: Request, next: Next) 
             outcome,
             error_code: failed.map(|code| code.as_str().to_owned()),
             duration_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
-            request: json!({ "method": method.as_str(), "path": path.chars().take(200).collect::<String>(), "bytes": bytes }),
+            request: summary.get(),
             request_id,
         };
         app.audit.record(entry).await;
