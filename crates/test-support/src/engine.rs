@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 const SCRIPT: &str = r#"
 dir=$1
 trap '' INT TERM HUP
-setsid dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/pid" \
+# In a network of its own: an engine without a bridge removes that of another.
+setsid unshare --net dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/pid" \
     --host "unix://$dir/docker.sock" --bridge none --iptables=false --ip6tables=false >"$dir/log" 2>&1 </dev/null &
 engine=$!
 while read -r _; do :; done
