@@ -60,8 +60,9 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 }
 
 async fn measure(options: &Options) -> Result<Report> {
-    let session = Session::start(options.quick).await?;
     let mut report = Report::new(options.quick);
+    report.warning().inspect(|warning| eprintln!("{warning}"));
+    let session = Session::start(options.quick).await?;
     for topic in Topic::chosen(&options.topics) {
         session.progress(&format!("{topic} …"));
         match topic.measure(&session).await {

@@ -171,6 +171,8 @@ impl fmt::Display for NotMeasured {
 pub(crate) struct Report {
     quick: bool,
     begun_at: chrono::DateTime<chrono::Utc>,
+    /// The machine's load average (1 min) before anything was measured.
+    load: f64,
     pub(crate) rows: Vec<Row>,
     pub(crate) not_measured: Vec<NotMeasured>,
 }
@@ -178,7 +180,20 @@ pub(crate) struct Report {
 impl Report {
     /// An empty one, begun now.
     pub(crate) fn new(quick: bool) -> Self {
-        Self { quick, begun_at: chrono::Utc::now(), rows: Vec::new(), not_measured: Vec::new() }
+        let load = file("/proc/loadavg").split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
+        let begun_at = chrono::Utc::now();
+        Self { quick, begun_at, load, rows: Vec::new(), not_measured: Vec::new() }
+    }
+
+    /// What to say when the machine has other things to do.
+    pub(crate) fn warning(&self) -> Option<String> {
+        (self.load > 0.5 * cpus()).then(|| {
+            format!(
+                "the machine is busy (load {} on {} CPUs): the numbers will be worse than on a quiet one",
+                self.load,
+                cpus()
+            )
+        })
     }
 
     /// The table, and below it what could not be measured.
@@ -198,12 +213,12 @@ impl Report {
 
     /// All numbers, with percentiles.
     pub(crate) fn to_json(&self) -> Value {
-        let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
         json!({
             "begun_at": self.begun_at.to_rfc3339_opts(chrono::SecondsFormat::Secs, true),
             "quick": self.quick,
             "machine": {
-                "cpus": std::thread::available_parallelism().map_or(0, usize::from),
+                "cpus": cpus(),
+                "load": self.load,
                 "kernel": file("/proc/sys/kernel/osrelease"),
             },
             "rows": self.rows.iter().map(Row::to_json).collect::<Vec<_>>(),
@@ -214,4 +229,13 @@ impl Report {
                 .collect::<Vec<_>>(),
         })
     }
+}
+
+fn cpus() -> f64 {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(cpus).map_or(1.0, f64::from)
+}
+
+fn file(path: &str) -> String {
+    std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }

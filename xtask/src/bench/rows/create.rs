@@ -45,9 +45,9 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
         Ratio::TimesAsLong,
         &[Promise::AtMostTimes(1.15)],
     )];
-    let summaries = until_command.0.get(rounds.warm_up..).and_then(Summary::of_durations);
-    let by_hand_summaries = until_command.1.get(rounds.warm_up..).and_then(Summary::of_durations);
-    if let (Some(ours), Some(baseline)) = (summaries, by_hand_summaries) {
+    let ours = until_command.0.get(rounds.warm_up..).and_then(Summary::of_durations);
+    let by_hand = until_command.1.get(rounds.warm_up..).and_then(Summary::of_durations);
+    if let (Some(ours), Some(baseline)) = (ours, by_hand) {
         let pair = Pair { ours, baseline };
         rows.push(Row::compared("  … and `true` in it / docker exec", pair, Ratio::TimesAsLong, &[]));
     }

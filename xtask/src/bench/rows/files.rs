@@ -1,14 +1,15 @@
 //! read, write and edit of a 10 KiB file, against `docker exec CONTAINER cat FILE` in the same sandbox.
-
-use std::time::Duration;
+//!
+//! In turns each call wakes processes that slept, on a machine that still clears up after `docker exec`. The second row
+//! is the same call back to back, as an agent makes them.
 
 use anyhow::Result;
 use serde_json::{Value, json};
 
 use crate::bench::docker;
 use crate::bench::report::{Promise, Ratio, Row};
-use crate::bench::session::{Session, Workspace};
-use crate::bench::turns::{Rounds, in_turns};
+use crate::bench::session::Session;
+use crate::bench::turns::{Pair, Rounds, back_to_back, in_turns};
 
 const FILE: &str = "/workspace/file.txt";
 const SIZE: usize = 10 * 1024;
@@ -39,22 +40,23 @@ async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value
     let first = json!({ "file_path": FILE, "content": content(MARKS[0]) });
     session.tool(&workspace, "write", &first).await?;
     let mut round = 0;
-    let ours = async || {
-        let took = call(session, &workspace, tool, &request(round)).await?;
+    let mut ours = async || {
+        let (took, _) = session.tool(&workspace, tool, &request(round)).await?;
         round += 1;
         Ok(took)
     };
     let by_hand = async || Ok(docker::timed(&["exec", &container, "cat", FILE])?.0);
     let rounds = Rounds { warm_up: 5, counted: session.either(20, 60) };
-    let pair = in_turns(rounds, ours, by_hand).await?;
+    let in_turns = in_turns(rounds, &mut ours, by_hand).await?;
+    let without_pause = Pair { ours: back_to_back(rounds, &mut ours).await?, ..in_turns };
     session.destroy(workspace).await?;
 
+    let name = format!("{tool} 10 KiB / docker exec cat");
     let promises = [Promise::AtLeastTimes(30.0), Promise::Below(3.0)];
-    Ok(vec![Row::compared(&format!("{tool} 10 KiB / docker exec cat"), pair, Ratio::TimesFaster, &promises)])
-}
-
-async fn call(session: &Session, workspace: &Workspace, tool: &str, request: &Value) -> Result<Duration> {
-    Ok(session.tool(workspace, tool, request).await?.0)
+    Ok(vec![
+        Row::compared(&name, in_turns, Ratio::TimesFaster, &promises),
+        Row::compared("  … back to back", without_pause, Ratio::TimesFaster, &[]),
+    ])
 }
 
 /// 10 KiB of lines with the mark in the middle.
