@@ -141,7 +141,7 @@ impl Row {
             Ratio::TimesAsLong => "times_as_long",
         };
         json!({
-            "row": self.name,
+            "row": self.name.trim_start_matches([' ', '…']),
             "unit": self.unit.as_str(),
             "ours": self.ours,
             "baseline": self.baseline,
@@ -187,7 +187,7 @@ impl Report {
 
     /// What to say when the machine has other things to do.
     pub(crate) fn warning(&self) -> Option<String> {
-        (self.load > 0.5 * cpus()).then(|| {
+        (self.load > 0.5 * f64::from(cpus())).then(|| {
             format!(
                 "the machine is busy (load {} on {} CPUs): the numbers will be worse than on a quiet one",
                 self.load,
@@ -231,9 +231,8 @@ impl Report {
     }
 }
 
-fn cpus() -> f64 {
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    u32::try_from(cpus).map_or(1.0, f64::from)
+fn cpus() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cpus| u32::try_from(cpus.get()).unwrap_or(u32::MAX))
 }
 
 fn file(path: &str) -> String {

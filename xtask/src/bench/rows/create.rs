@@ -49,7 +49,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     let by_hand = until_command.1.get(rounds.warm_up..).and_then(Summary::of_durations);
     if let (Some(ours), Some(baseline)) = (ours, by_hand) {
         let pair = Pair { ours, baseline };
-        rows.push(Row::compared("  … and `true` in it / docker exec", pair, Ratio::TimesAsLong, &[]));
+        rows.push(Row::compared("  … create and `true` / docker run, exec", pair, Ratio::TimesAsLong, &[]));
     }
     Ok(rows)
 }

@@ -55,7 +55,7 @@ async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value
     let promises = [Promise::AtLeastTimes(30.0), Promise::Below(3.0)];
     Ok(vec![
         Row::compared(&name, in_turns, Ratio::TimesFaster, &promises),
-        Row::compared("  … back to back", without_pause, Ratio::TimesFaster, &[]),
+        Row::compared(&format!("  … {tool}, back to back"), without_pause, Ratio::TimesFaster, &[]),
     ])
 }
 

@@ -22,7 +22,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     for workspace in &workspaces {
         use_it(session, workspace).await?;
     }
-    rows.push(agents("  … after some calls", &workspaces, &[])?);
+    rows.push(agents("  … RSS after some calls", &workspaces, &[])?);
     for workspace in workspaces {
         session.destroy(workspace).await?;
     }
