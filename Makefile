@@ -56,12 +56,10 @@ unit: ## … the tests (ARGS='-E test(edit)' for some of them)
 	@scripts/phase doctest cargo test --workspace --doc --locked --quiet
 
 ##@ Measure it
-.PHONY: bench load
+.PHONY: bench
 bench: setup build ## The promises of SPECIFICATION.md as ratios, measured here and now
 	@cargo run --release --locked -p xtask -- bench $(ARGS)
 
-load: setup ## Many workspaces at once; prints percentiles
-	@cargo run --release --locked -p xtask -- load $(ARGS)
 
 ##@ Make parts of it
 .PHONY: setup setup-test build openapi clean help

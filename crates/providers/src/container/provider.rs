@@ -259,7 +259,7 @@ impl ContainerProvider {
         }
         if lower.contains("no such image") {
             return ProviderError::Unacceptable(format!(
-                "the image '{}' is not on this host: build or load it (`make image` makes the default one)",
+                "the image '{}' is not on this host: build or load it (`make setup` makes the default one)",
                 spec.image
             ));
         }
