@@ -16,6 +16,7 @@ mod audit_chain;
 mod db;
 mod error;
 mod expiry;
+mod known_tokens;
 mod migrate;
 mod open;
 mod page;

@@ -21,6 +21,7 @@ use tokio::time::timeout;
 
 use crate::db::{Db, reading};
 use crate::error::{Result, StoreError};
+use crate::known_tokens::{self, KnownTokens};
 use crate::migrate;
 use crate::process_lock::ProcessLock;
 
@@ -68,6 +69,7 @@ pub struct Store {
 struct Inner {
     db: Db,
     lock: Mutex<Option<ProcessLock>>,
+    known_tokens: KnownTokens,
 }
 
 impl fmt::Debug for Store {
@@ -89,8 +91,9 @@ impl Store {
             }
             StoreConfig::Postgres(url) => (open_postgres(&url).await?, None),
         };
-        let lock = Mutex::new(lock);
-        Ok(Self { inner: Arc::new(Inner { db, lock }) })
+        let kept_for = if lock.is_some() { known_tokens::ALONE } else { known_tokens::SHARED };
+        let known_tokens = KnownTokens::new(kept_for);
+        Ok(Self { inner: Arc::new(Inner { db, lock: Mutex::new(lock), known_tokens }) })
     }
 
     /// Whether the database answers.
@@ -121,6 +124,10 @@ impl Store {
 
     pub(crate) fn db(&self) -> &Db {
         &self.inner.db
+    }
+
+    pub(crate) fn known_tokens(&self) -> &KnownTokens {
+        &self.inner.known_tokens
     }
 }
 

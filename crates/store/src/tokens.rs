@@ -128,6 +128,10 @@ impl Store {
     pub async fn verify_token(&self, secret: &str, now: DateTime<Utc>) -> Result<Token> {
         let refused = |why| Err(StoreError::TokenRefused(why));
         let hash = hash(secret);
+        if let Some(token) = self.known_tokens().get(&hash, now) {
+            return Ok(token);
+        }
+        let changes = self.known_tokens().changes();
         let found = reading!(self.db(), |connection| {
             let row =
                 sqlx::query(concat!("SELECT ", columns!(), " FROM access_tokens WHERE secret_hash = $1"))
@@ -156,6 +160,7 @@ impl Store {
             tracing::warn!(token_id = %found.token.id, error = &error as &dyn std::error::Error,
                 "can't write when the token was last used");
         }
+        self.known_tokens().put(changes, hash, found.token.clone(), now);
         Ok(found.token)
     }
 
@@ -198,6 +203,7 @@ impl Store {
                 .await?
                 .rows_affected()
         });
+        self.known_tokens().forget();
         if revoked == 0 {
             let (kind, id) = ("token", id.to_string());
             return Err(StoreError::NotFound { kind, id });

@@ -286,6 +286,8 @@ impl Store {
                 .await?
                 .rows_affected()
         });
+        // Its tokens went with it.
+        self.known_tokens().forget();
         Ok(deleted == 1)
     }
 
