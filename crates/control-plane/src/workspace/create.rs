@@ -22,6 +22,7 @@ use emergent_wire::workspace::{
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
 
+use super::live::Reached;
 use super::placement::{self, Plan, Wish};
 use super::{Workspaces, error_of};
 
@@ -156,7 +157,8 @@ impl Workspaces {
         }
         self.write_down(id, &sandbox, warnings).await?;
         let workspace = self.store.set_ready(id, Utc::now()).await.map_err(error_of)?;
-        self.adopt_channel(id, sandbox.channel);
+        let reached = Reached { channel: sandbox.channel, provider: provider.name() };
+        self.live(id).set_reached(reached);
         Ok(workspace)
     }
 

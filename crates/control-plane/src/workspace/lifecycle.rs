@@ -8,11 +8,12 @@ use chrono::Utc;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{GuestCall, ShutdownCall};
 use emergent_providers::ProviderError;
-use emergent_store::{StoreError, WorkspaceRecord};
-use emergent_wire::workspace::{Workspace, WorkspaceStatus};
+use emergent_store::StoreError;
+use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
 
+use super::live::{Live, Reached};
 use super::{Workspaces, error_of};
 
 /// How long the commands of a busy workspace have before it is removed.
@@ -43,11 +44,11 @@ impl Workspaces {
         if record.workspace.status != Stopping {
             return Ok(record.workspace);
         }
-        if let Err(error) = self.provider_of(&record)?.stop(id).await {
-            // The intent stays: recovery tries again.
-            return Err(error.into());
-        }
-        live.set_channel(None);
+        let provider = self.provider_of(&record)?;
+        // Kept until the end: calls in progress get their answers while their commands are ended.
+        let _reached = live.close_to_calls();
+        // When this fails the intent stays: recovery tries again.
+        provider.stop(id).await?;
         self.store.transition(id, &[Stopping], Stopped).await.map_err(error_of)
     }
 
@@ -62,11 +63,12 @@ impl Workspaces {
             status => return Err(super::wrong_state(id, status)),
         }
         let spec = self.spec_of(&record).await?;
-        let sandbox = self.provider_of(&record)?.resume(&spec).await?;
+        let provider = self.provider_of(&record)?;
+        let sandbox = provider.resume(&spec).await?;
         let from = [WorkspaceStatus::Stopped, WorkspaceStatus::Error];
         let workspace = self.store.transition(id, &from, WorkspaceStatus::Ready).await.map_err(error_of)?;
         let _ = self.store.touch(id, Utc::now()).await;
-        self.adopt_channel(id, sandbox.channel);
+        live.set_reached(Reached { channel: sandbox.channel, provider: provider.name() });
         Ok(workspace)
     }
 
@@ -80,10 +82,11 @@ impl Workspaces {
     /// Carries out a removal that was written down.
     pub(super) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
         let live = self.live(id);
-        if let Some(channel) = live.channel() {
-            end_commands(&channel, live.calls.load(Ordering::SeqCst)).await;
+        if let Some(reached) = live.close_to_calls() {
+            end_commands(&reached.channel, live.calls.load(Ordering::SeqCst)).await;
         }
         let _changing = live.changing.lock().await;
+        live.close_to_calls();
         let record = match self.store.workspace_record(id).await {
             Ok(record) => record,
             // Another request has finished it.
@@ -96,28 +99,36 @@ impl Workspaces {
         if record.workspace.provider.is_some() {
             self.provider_of(&record)?.destroy(id).await?;
         }
-        live.set_channel(None);
         self.store.delete_workspace(id).await.map_err(error_of)?;
         self.forget(id);
         tracing::info!(workspace = %id, "destroyed");
         Ok(())
     }
 
-    /// The channel to a workspace that is ready; opened again, and its sandbox started again, where needed.
-    pub(crate) async fn channel(
+    /// How a ready workspace is reached; its channel opened again, and its sandbox started again, where needed.
+    pub(super) async fn reach(
         self: &Arc<Self>,
-        record: &WorkspaceRecord,
-    ) -> Result<GuestClient, ErrorDetail> {
-        let id = record.workspace.id;
+        id: WorkspaceId,
+    ) -> Result<(Arc<Live>, Reached), ErrorDetail> {
+        let known = self.live_map().get(&id).cloned();
+        if let Some((live, reached)) = known.and_then(|live| live.reached().map(|reached| (live, reached))) {
+            return Ok((live, reached));
+        }
+        // Before anything is remembered of an id that may be nobody's.
+        self.ready_record(id).await?;
         let live = self.live(id);
-        if let Some(channel) = live.channel() {
-            return Ok(channel);
-        }
         let _changing = live.changing.lock().await;
-        if let Some(channel) = live.channel() {
-            return Ok(channel);
+        if let Some(reached) = live.reached() {
+            return Ok((Arc::clone(&live), reached));
         }
-        // The state may have changed while we waited.
+        let reached = self.reconnect(id).await?;
+        live.set_reached(reached.clone());
+        Ok((Arc::clone(&live), reached))
+    }
+
+    /// Opens a channel to a workspace, whose sandbox may have ended.
+    async fn reconnect(&self, id: WorkspaceId) -> Result<Reached, ErrorDetail> {
+        // Looked up again: its state may have changed while the call waited.
         let record = self.ready_record(id).await?;
         let spec = self.spec_of(&record).await?;
         let provider = self.provider_of(&record)?;
@@ -143,8 +154,7 @@ impl Workspaces {
                 .await
                 .map_err(error_of)?;
         }
-        self.adopt_channel(id, channel.clone());
-        Ok(channel)
+        Ok(Reached { channel, provider: provider.name() })
     }
 
     /// A sandbox that can't be started again: the row says why. It is looked at again with the next call.
@@ -158,19 +168,17 @@ impl Workspaces {
         detail
     }
 
-    /// Keeps a channel for the calls to come.
-    pub(super) fn adopt_channel(&self, id: WorkspaceId, channel: GuestClient) {
-        self.live(id).set_channel(Some(channel));
-    }
-
     /// What became of a call whose channel broke.
-    pub(super) async fn explain_loss(&self, record: &WorkspaceRecord, error: ErrorDetail) -> ErrorDetail {
+    pub(super) async fn explain_loss(
+        &self,
+        id: WorkspaceId,
+        provider: ProviderName,
+        error: ErrorDetail,
+    ) -> ErrorDetail {
         if error.code != ErrorCode::SandboxLost {
             return error;
         }
-        let id = record.workspace.id;
-        self.live(id).channel();
-        let Ok(provider) = self.provider_of(record) else {
+        let Ok(provider) = self.provider(provider) else {
             return error;
         };
         match provider.explain_end(id).await {

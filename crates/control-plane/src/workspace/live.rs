@@ -2,12 +2,12 @@
 //!
 //! Nothing here is needed after a restart: the store and the provider know everything that matters.
 
-use std::sync::Mutex as StdMutex;
-use std::sync::PoisonError;
 use std::sync::atomic::AtomicUsize;
+use std::sync::{Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use emergent_guest_client::GuestClient;
+use emergent_wire::workspace::ProviderName;
 use tokio::sync::Mutex;
 
 /// A use is written down at most this often.
@@ -18,25 +18,42 @@ const TOUCH_EVERY: Duration = Duration::from_secs(60);
 pub(crate) struct Live {
     /// Held while the sandbox is made, stopped, resumed, removed or reconnected: one change at a time.
     pub(crate) changing: Mutex<()>,
-    /// The channel, while there is one.
-    channel: StdMutex<Option<GuestClient>>,
+    /// How calls reach the sandbox, while they may: none once the workspace is to be stopped or removed.
+    reached: StdMutex<Option<Reached>>,
     /// Calls in progress.
     pub(crate) calls: AtomicUsize,
     touched: StdMutex<Option<Instant>>,
 }
 
+/// How a ready workspace is reached.
+#[derive(Clone)]
+pub(crate) struct Reached {
+    pub(crate) channel: GuestClient,
+    /// What the sandbox is on.
+    pub(crate) provider: ProviderName,
+}
+
 impl Live {
-    /// The channel, if it is open.
-    pub(crate) fn channel(&self) -> Option<GuestClient> {
-        let mut channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
-        if channel.as_ref().is_some_and(GuestClient::is_closed) {
-            *channel = None;
-        }
-        channel.clone()
+    fn slot(&self) -> MutexGuard<'_, Option<Reached>> {
+        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn set_channel(&self, new: Option<GuestClient>) {
-        *self.channel.lock().unwrap_or_else(PoisonError::into_inner) = new;
+    /// How the sandbox is reached, if its channel is open. While it is, no call needs to ask the store.
+    pub(crate) fn reached(&self) -> Option<Reached> {
+        let mut slot = self.slot();
+        if slot.as_ref().is_some_and(|reached| reached.channel.is_closed()) {
+            *slot = None;
+        }
+        slot.clone()
+    }
+
+    pub(crate) fn set_reached(&self, new: Reached) {
+        *self.slot() = Some(new);
+    }
+
+    /// From now on calls ask the store first. The channel lives as long as what is returned.
+    pub(crate) fn close_to_calls(&self) -> Option<Reached> {
+        self.slot().take()
     }
 
     /// Whether a use should be written down now.

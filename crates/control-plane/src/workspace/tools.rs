@@ -8,13 +8,13 @@ use bytes::Bytes;
 use chrono::Utc;
 use emergent_guest_client::{Call, Event};
 use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, WriteCall};
-use emergent_store::WorkspaceRecord;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use emergent_wire::tools::{
     BashAnswer, BashRequest, ContentEncoding, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer,
     GrepRequest, MAX_FILE_BYTES, MAX_STREAM_BYTES, MAX_TIMEOUT_MS, OperationAnswer, ReadAnswer, ReadRequest,
     TERMINATE_GRACE_MS, WriteAnswer, WriteRequest,
 };
+use emergent_wire::workspace::ProviderName;
 use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
 use serde::de::DeserializeOwned;
 
@@ -31,14 +31,21 @@ const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
 /// A call to a workspace that counts as use of it.
 struct ToolCall {
     call: Call,
-    record: WorkspaceRecord,
+    to: Called,
     busy: Busy,
+}
+
+/// Where a call went, to say what became of it when its channel breaks.
+#[derive(Clone, Copy)]
+struct Called {
+    id: WorkspaceId,
+    provider: ProviderName,
 }
 
 /// Output as it comes, for as long as the caller listens.
 pub(crate) struct OutputStream {
     call: Call,
-    record: WorkspaceRecord,
+    to: Called,
     workspaces: Arc<Workspaces>,
     _busy: Busy,
     deadline: Option<tokio::time::Instant>,
@@ -56,8 +63,7 @@ pub(crate) struct FileStream {
 impl Workspaces {
     /// Starts a call and notes the use.
     async fn start(self: &Arc<Self>, id: WorkspaceId, message: &GuestCall) -> Result<ToolCall, ErrorDetail> {
-        let record = self.ready_record(id).await?;
-        let live = self.live(id);
+        let (live, reached) = self.reach(id).await?;
         let busy = Busy::begin(&live);
         if live.should_touch() {
             let store = self.store.clone();
@@ -67,29 +73,29 @@ impl Workspaces {
                 }
             });
         }
-        let channel = self.channel(&record).await?;
-        let call = channel.start(message).await.map_err(ErrorDetail::from);
+        let to = Called { id, provider: reached.provider };
+        let call = reached.channel.start(message).await.map_err(ErrorDetail::from);
         let call = match call {
             // The channel broke unnoticed: the call was not sent, so it can be sent again.
             Err(error) if error.code == ErrorCode::SandboxLost => {
-                let channel = self.channel(&record).await?;
-                channel.start(message).await.map_err(ErrorDetail::from)?
+                let (_, reached) = self.reach(id).await?;
+                reached.channel.start(message).await.map_err(ErrorDetail::from)?
             }
             call => call?,
         };
-        Ok(ToolCall { call, record, busy })
+        Ok(ToolCall { call, to, busy })
     }
 
     /// Waits for an answer, within a time.
     async fn within<T>(
         &self,
-        record: &WorkspaceRecord,
+        to: Called,
         limit: Duration,
         answer: impl Future<Output = Result<T, emergent_guest_client::CallError>>,
     ) -> Result<T, ErrorDetail> {
         match tokio::time::timeout(limit, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(error)) => Err(self.explain_loss(record, error.into()).await),
+            Ok(Err(error)) => Err(self.explain_loss(to.id, to.provider, error.into()).await),
             Err(_) => Err(ErrorDetail::new(
                 ErrorCode::DeadlineExceeded,
                 format!("the sandbox did not answer within {} s; the call was cancelled", limit.as_secs()),
@@ -104,8 +110,8 @@ impl Workspaces {
         message: &GuestCall,
         limit: Duration,
     ) -> Result<T, ErrorDetail> {
-        let ToolCall { call, record, busy: _busy } = self.start(id, message).await?;
-        self.within(&record, limit, call.answer()).await
+        let ToolCall { call, to, busy: _busy } = self.start(id, message).await?;
+        self.within(to, limit, call.answer()).await
     }
 
     /// Runs a command and waits for its end.
@@ -117,9 +123,9 @@ impl Workspaces {
         request.validate()?;
         let limit = time_of(&request);
         let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
-        let ToolCall { call, record, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let ToolCall { call, to, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
-        let (mut answer, stdout, stderr) = self.within(&record, limit, answer).await?;
+        let (mut answer, stdout, stderr) = self.within(to, limit, answer).await?;
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
         if answer.oom_killed {
@@ -147,8 +153,8 @@ impl Workspaces {
         message: &GuestCall,
         deadline: Option<tokio::time::Instant>,
     ) -> Result<OutputStream, ErrorDetail> {
-        let ToolCall { call, record, busy } = self.start(id, message).await?;
-        Ok(OutputStream { call, record, workspaces: Arc::clone(self), _busy: busy, deadline })
+        let ToolCall { call, to, busy } = self.start(id, message).await?;
+        Ok(OutputStream { call, to, workspaces: Arc::clone(self), _busy: busy, deadline })
     }
 
     /// Starts a command in the background.
@@ -170,9 +176,9 @@ impl Workspaces {
         offset: u64,
     ) -> Result<OperationAnswer, ErrorDetail> {
         let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
-        let ToolCall { call, record, busy: _busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
         let answer = call.answer_with_output::<OperationAnswer>(OUTPUT_BYTES);
-        let (mut answer, stdout, stderr) = self.within(&record, FILE_TOOL_TIME, answer).await?;
+        let (mut answer, stdout, stderr) = self.within(to, FILE_TOOL_TIME, answer).await?;
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
         Ok(answer)
@@ -215,8 +221,8 @@ impl Workspaces {
         request: ReadRequest,
     ) -> Result<FileStream, ErrorDetail> {
         request.validate()?;
-        let ToolCall { mut call, record, busy } = self.start(id, &GuestCall::Read(request)).await?;
-        let (first, done) = match self.within(&record, FILE_TOOL_TIME, call.next()).await? {
+        let ToolCall { mut call, to, busy } = self.start(id, &GuestCall::Read(request)).await?;
+        let (first, done) = match self.within(to, FILE_TOOL_TIME, call.next()).await? {
             Event::Stdout(bytes) | Event::Stderr(bytes) => (Some(bytes), false),
             Event::Answer(_) => (None, true),
         };
@@ -232,13 +238,13 @@ impl Workspaces {
         request.validate()?;
         let content = decode(request.content, request.encoding)?;
         let message = GuestCall::Write(WriteCall { file_path: request.file_path });
-        let ToolCall { call, record, busy: _busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
         let written = async {
             call.send_input(&content).await?;
             call.end_input().await?;
             call.answer().await
         };
-        self.within(&record, FILE_TOOL_TIME, written).await
+        self.within(to, FILE_TOOL_TIME, written).await
     }
 
     /// Edits a file.
@@ -325,7 +331,9 @@ impl OutputStream {
         };
         match next {
             Ok(Ok(event)) => Ok(event),
-            Ok(Err(error)) => Err(self.workspaces.explain_loss(&self.record, error.into()).await),
+            Ok(Err(error)) => {
+                Err(self.workspaces.explain_loss(self.to.id, self.to.provider, error.into()).await)
+            }
             Err(_) => {
                 Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "the sandbox did not answer in time"))
             }
