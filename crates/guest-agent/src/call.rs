@@ -13,6 +13,9 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use crate::connection::Connection;
 use crate::wake::Wake;
 
+/// Credit is given back in pieces of this size, so that not every small input costs a frame.
+const CREDIT_STEP: u32 = 32 * 1024;
+
 /// A call in progress.
 pub(crate) struct Call {
     pub(crate) id: u32,
@@ -30,6 +33,8 @@ struct State {
     input_ended: bool,
     /// What the host may still send.
     input_credit: Credit,
+    /// Consumed, and not yet given back.
+    owed_credit: u32,
     /// What we may still send.
     output_credit: Credit,
 }
@@ -120,10 +125,15 @@ impl Call {
             }
             if let Some(bytes) = state.input.pop_front() {
                 let cost = data_cost(bytes.len());
-                // The cost was spent from this credit, so giving it back can't go over the limit.
-                let _ = state.input_credit.grant(cost);
-                drop(state);
-                self.send(&Frame::credit(self.id, cost))?;
+                state.owed_credit += cost;
+                // When all input is here the host needs no more credit.
+                if state.owed_credit >= CREDIT_STEP && !state.input_ended {
+                    let owed = std::mem::take(&mut state.owed_credit);
+                    // It was spent from this credit, so giving it back can't go over the limit.
+                    let _ = state.input_credit.grant(owed);
+                    drop(state);
+                    self.send(&Frame::credit(self.id, owed))?;
+                }
                 return Ok(Some(bytes));
             }
             if state.input_ended {

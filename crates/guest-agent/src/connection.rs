@@ -1,4 +1,7 @@
-//! One channel: a reader thread that decodes frames and starts calls, and a writer that all calls share.
+//! One channel: a thread that reads frames, and a writer that all calls share.
+//!
+//! A thread that has read a call runs it itself and lets another thread go on reading: waking a thread that waits is
+//! among the dearest things on gVisor, and so it happens beside the call and not before it.
 //!
 //! Whatever the host sends that it may not send ends the connection; commands in the background and other
 //! channels go on.
@@ -17,7 +20,8 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 
 use crate::agent::Agent;
 use crate::call::Call;
-use crate::{dispatch, log, workers};
+use crate::workers::Refused;
+use crate::{dispatch, log};
 
 /// Calls that may run at once on one channel.
 const MAX_CALLS: usize = 64;
@@ -40,7 +44,21 @@ struct Calls {
     newest: u32,
 }
 
-/// Serves a channel on a thread of its own. `keep` is dropped when the channel ends.
+/// What reads a channel; it is handed from thread to thread.
+struct Reader {
+    connection: Arc<Connection>,
+    input: OwnedFd,
+    decoder: Decoder,
+    buffer: Vec<u8>,
+    greeted: bool,
+    /// Dropped when the channel ends.
+    _keep: Option<OwnedFd>,
+}
+
+/// A call that was read and not yet run.
+type Pending = (Frame, Arc<Call>);
+
+/// Serves a channel in the background. `keep` is dropped when the channel ends.
 pub(crate) fn serve_in_background(
     agent: &Arc<Agent>,
     input: OwnedFd,
@@ -52,49 +70,98 @@ pub(crate) fn serve_in_background(
         log("a channel was refused: too many are open");
         return;
     }
-    let agent = Arc::clone(agent);
-    workers::spawn_thread("channel", move || {
-        serve(&agent, &input, output);
-        drop(keep);
-        CONNECTIONS.fetch_sub(1, Ordering::SeqCst);
-    });
-}
-
-/// Serves a channel until it ends.
-pub(crate) fn serve(agent: &Arc<Agent>, input: &OwnedFd, output: OwnedFd) {
-    let connection = Arc::new(Connection { writer: Mutex::new(output.into()), calls: Mutex::default() });
-    let ended = read_frames(agent, &connection, input);
-    connection.close();
-    if let Err(error) = ended {
-        log(&format!("a channel was closed: {error}"));
+    let reader = Reader {
+        connection: Arc::new(Connection { writer: Mutex::new(output.into()), calls: Mutex::default() }),
+        input,
+        decoder: Decoder::new(Receiver::Guest),
+        buffer: vec![0; READ_BYTES],
+        greeted: false,
+        _keep: keep,
+    };
+    if let Err(Refused(_)) = go_on_reading(agent, reader) {
+        log("a channel was refused: no thread could be started for it");
     }
 }
 
-fn read_frames(
-    agent: &Arc<Agent>,
-    connection: &Arc<Connection>,
-    input: &OwnedFd,
-) -> Result<(), ProtocolError> {
-    let mut decoder = Decoder::new(Receiver::Guest);
-    let mut buffer = vec![0_u8; READ_BYTES];
-    let mut greeted = false;
-    loop {
-        let length = match rustix::io::read(input, &mut buffer) {
-            Ok(0) => return decoder.finish(),
-            Ok(length) => length,
-            Err(rustix::io::Errno::INTR) => continue,
-            Err(_) => return Ok(()),
-        };
-        let mut bytes = &buffer[..length];
-        while let Some(frame) = decoder.decode(&mut bytes)? {
-            if greeted {
-                connection.take(agent, frame)?;
-            } else {
-                connection.greet(agent, &frame)?;
-                greeted = true;
+/// Lets another thread read. Gives the reader back when there is none.
+fn go_on_reading(agent: &Arc<Agent>, reader: Reader) -> Result<(), Refused<Reader>> {
+    let serving = Arc::clone(agent);
+    agent.workers.run(reader, move |reader| reader.serve(&serving))
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.connection.close();
+        CONNECTIONS.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Reader {
+    /// Reads until there is a call to run, or the channel ends.
+    fn serve(mut self, agent: &Arc<Agent>) {
+        loop {
+            let mut calls = match self.read(agent) {
+                Ok(Some(calls)) => calls,
+                Ok(None) => return,
+                Err(error) => return log(&format!("a channel was closed: {error}")),
+            };
+            let Some((frame, call)) = calls.pop() else {
+                continue;
+            };
+            for other in calls {
+                let running = Arc::clone(agent);
+                if let Err(Refused((_, call))) =
+                    agent.workers.run(other, move |(frame, call)| run(&running, &frame, &call))
+                {
+                    call.finish(Err(no_thread()));
+                }
+            }
+            match go_on_reading(agent, self) {
+                Ok(()) => return run(agent, &frame, &call),
+                Err(Refused(reader)) => {
+                    call.finish(Err(no_thread()));
+                    self = reader;
+                }
             }
         }
     }
+
+    /// Takes what there is to read: the calls in it, or none at the end of the channel.
+    fn read(&mut self, agent: &Agent) -> Result<Option<Vec<Pending>>, ProtocolError> {
+        let length = loop {
+            match rustix::io::read(&self.input, &mut self.buffer) {
+                Ok(0) => return self.decoder.finish().map(|()| None),
+                Ok(length) => break length,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return Ok(None),
+            }
+        };
+        let mut bytes = &self.buffer[..length];
+        let mut calls = Vec::new();
+        while let Some(frame) = self.decoder.decode(&mut bytes)? {
+            if self.greeted {
+                calls.extend(self.connection.take(frame)?);
+            } else {
+                self.connection.greet(agent, &frame)?;
+                self.greeted = true;
+            }
+        }
+        Ok(Some(calls))
+    }
+}
+
+/// Runs a call to its end.
+fn run(agent: &Arc<Agent>, frame: &Frame, call: &Arc<Call>) {
+    // A newer host may send what this agent does not know: that is an answer, not a broken channel.
+    match frame.parse::<GuestCall>() {
+        Ok(message) => dispatch::run(agent, call, message),
+        Err(error) => call.finish(Err(ErrorDetail::new(ErrorCode::BadRequest, error.to_string()))),
+    }
+}
+
+fn no_thread() -> ErrorDetail {
+    let message = "the sandbox can't start another thread: end some of its processes";
+    ErrorDetail::new(ErrorCode::LimitReached, message)
 }
 
 impl Connection {
@@ -117,13 +184,14 @@ impl Connection {
         Ok(())
     }
 
-    fn take(self: &Arc<Self>, agent: &Arc<Agent>, frame: Frame) -> Result<(), ProtocolError> {
+    /// Takes a frame; returns the call that it begins.
+    fn take(self: &Arc<Self>, frame: Frame) -> Result<Option<Pending>, ProtocolError> {
         let (kind, id) = (frame.kind, frame.call);
         match kind {
-            Kind::Call => return self.open(agent, frame),
+            Kind::Call => return self.open(frame),
             Kind::Ping => {
                 let _ = self.send(&Frame::new(Kind::Pong, 0, frame.payload));
-                return Ok(());
+                return Ok(None);
             }
             Kind::Hello => return Err(ProtocolError::UnexpectedKind(kind as u8)),
             _ => {}
@@ -131,54 +199,38 @@ impl Connection {
         let Some(call) = self.calls().open.get(&id).cloned() else {
             // Frames for a call that just ended crossed its last frame on the way.
             return if id <= self.calls().newest {
-                Ok(())
+                Ok(None)
             } else {
                 Err(ProtocolError::UnknownCall(kind, id))
             };
         };
         match kind {
-            Kind::Input => call.push_input(frame.payload).map_err(|_| ProtocolError::OverCredit(id)),
-            Kind::InputEnd => call.end_input().map_err(|_| ProtocolError::UnknownCall(kind, id)),
+            Kind::Input => call.push_input(frame.payload).map_err(|_| ProtocolError::OverCredit(id))?,
+            Kind::InputEnd => call.end_input().map_err(|_| ProtocolError::UnknownCall(kind, id))?,
             Kind::Credit => {
-                call.grant_output(frame.credit_amount()).map_err(|_| ProtocolError::OverCredit(id))
+                call.grant_output(frame.credit_amount()).map_err(|_| ProtocolError::OverCredit(id))?;
             }
-            _ => {
-                call.cancel();
-                Ok(())
-            }
+            _ => call.cancel(),
         }
+        Ok(None)
     }
 
-    fn open(self: &Arc<Self>, agent: &Arc<Agent>, frame: Frame) -> Result<(), ProtocolError> {
+    fn open(self: &Arc<Self>, frame: Frame) -> Result<Option<Pending>, ProtocolError> {
         let id = frame.call;
         let call = Arc::new(Call::new(id, self));
-        {
-            let mut calls = self.calls();
-            if id <= calls.newest {
-                return Err(ProtocolError::ReusedCallId(id));
-            }
-            calls.newest = id;
-            if calls.open.len() >= MAX_CALLS {
-                drop(calls);
-                let message = format!("{MAX_CALLS} calls run in this workspace already: wait for one to end");
-                self.finish(id, Err(ErrorDetail::new(ErrorCode::LimitReached, message)));
-                return Ok(());
-            }
-            calls.open.insert(id, Arc::clone(&call));
+        let mut calls = self.calls();
+        if id <= calls.newest {
+            return Err(ProtocolError::ReusedCallId(id));
         }
-        let running = Arc::clone(agent);
-        let started = agent.workers.run(move || {
-            // A newer host may send what this agent does not know: that is an answer, not a broken channel.
-            match frame.parse::<GuestCall>() {
-                Ok(message) => dispatch::run(&running, &call, message),
-                Err(error) => call.finish(Err(ErrorDetail::new(ErrorCode::BadRequest, error.to_string()))),
-            }
-        });
-        if !started {
-            let message = "the sandbox can't start another thread: end some of its processes";
+        calls.newest = id;
+        if calls.open.len() >= MAX_CALLS {
+            drop(calls);
+            let message = format!("{MAX_CALLS} calls run in this workspace already: wait for one to end");
             self.finish(id, Err(ErrorDetail::new(ErrorCode::LimitReached, message)));
+            return Ok(None);
         }
-        Ok(())
+        calls.open.insert(id, Arc::clone(&call));
+        Ok(Some((frame, call)))
     }
 
     /// Writes a frame in one go.

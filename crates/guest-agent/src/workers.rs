@@ -11,6 +11,9 @@ const STACK_BYTES: usize = 96 * 1024;
 /// After this time without work a thread ends, down to [`KEPT_THREADS`].
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
+/// No thread could be had for this.
+pub(crate) struct Refused<T>(pub(crate) T);
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// A pool that grows as needed; how many jobs run at once is limited by the connections.
@@ -27,22 +30,33 @@ struct State {
 }
 
 impl Workers {
-    /// Runs `job` on a thread of the pool. False when no thread can be had.
-    pub(crate) fn run(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) -> bool {
+    /// Runs `job` on `subject` on a thread of the pool. Gives the subject back when no thread can be had.
+    pub(crate) fn run<T: Send + 'static>(
+        self: &Arc<Self>,
+        subject: T,
+        job: impl FnOnce(T) + Send + 'static,
+    ) -> Result<(), Refused<T>> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.jobs.push_back(Box::new(job));
-        if state.jobs.len() <= state.idle {
+        if state.jobs.len() < state.idle {
+            state.jobs.push_back(Box::new(move || job(subject)));
             drop(state);
             self.work.notify_one();
-            return true;
+            return Ok(());
         }
         drop(state);
-        let pool = Arc::clone(self);
-        if spawn_thread("call", move || pool.work_on()) {
-            return true;
+        // In a slot, so that it is not lost with a thread that can't be started.
+        let slot = Arc::new(Mutex::new(Some(subject)));
+        let (pool, filled) = (Arc::clone(self), Arc::clone(&slot));
+        let started = spawn_thread("call", move || {
+            if let Some(subject) = take(&filled) {
+                job(subject);
+            }
+            pool.work_on();
+        });
+        match if started { None } else { take(&slot) } {
+            Some(subject) => Err(Refused(subject)),
+            None => Ok(()),
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.jobs.pop_back().is_none()
     }
 
     fn work_on(&self) {
@@ -64,6 +78,10 @@ impl Workers {
             }
         }
     }
+}
+
+fn take<T>(slot: &Mutex<Option<T>>) -> Option<T> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Starts a thread with a small stack. False when the sandbox has no room for one.

@@ -19,6 +19,8 @@ use crate::table::{Incoming, Table};
 const GREETING_TIME: Duration = Duration::from_secs(20);
 /// Frames that may wait to be written.
 const QUEUED_FRAMES: usize = 64;
+/// Frames that are written at once.
+const FRAMES_AT_ONCE: usize = 8;
 /// How much is read from the stream at once; every channel has such a buffer.
 const READ_BYTES: usize = 32 * 1024;
 /// While calls wait, a guest that says nothing for this long is asked whether it is there.
@@ -250,15 +252,28 @@ async fn write_frames(
     mut writer: impl AsyncWrite + Unpin,
     mut queued: mpsc::UnboundedReceiver<Queued>,
 ) {
+    // Frames that wait go out in one piece: every piece is passed on by several processes on its way.
+    let (mut frames, mut bytes) = (Vec::new(), Vec::new());
     loop {
-        let (frame, _place) = tokio::select! {
+        tokio::select! {
             () = shared.closed.cancelled() => break,
-            Some(next) = queued.recv() => next,
+            _ = queued.recv_many(&mut frames, FRAMES_AT_ONCE) => {}
+        }
+        let written = async {
+            if let [(frame, _)] = frames.as_slice() {
+                writer.write_all(frame).await?;
+            } else {
+                bytes.clear();
+                frames.iter().for_each(|(frame, _)| bytes.extend_from_slice(frame));
+                writer.write_all(&bytes).await?;
+            }
+            writer.flush().await
         };
         let written = tokio::select! {
             () = shared.closed.cancelled() => break,
-            written = async { writer.write_all(&frame).await?; writer.flush().await } => written,
+            written = written => written,
         };
+        frames.clear();
         if let Err(error) = written {
             shared.close(Closed::Ended(error.to_string()));
             break;
