@@ -11,9 +11,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,10 +21,10 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal};
 
-use crate::procfs;
 use crate::reaper::{Ended, Exit, Reaper};
+use crate::spawn::{Input, Program, Spawned};
 use crate::wake::Wake;
-use crate::workers;
+use crate::{memory, procfs, workers};
 
 /// Marks every process that a command starts, so that those that left its process group can be found.
 const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
@@ -51,6 +49,11 @@ pub(crate) trait Sink {
 
     /// Takes output. `false` ends the command.
     fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool;
+
+    /// Whether all that was wanted of the process is there, though it goes on.
+    fn is_complete(&self) -> bool {
+        false
+    }
 }
 
 /// A process that was started and not yet waited for.
@@ -84,73 +87,13 @@ pub(crate) fn start(
     arguments: &[&str],
     directory: &Path,
     environment: &BTreeMap<String, String>,
-    stdin: Stdio,
+    input: Input,
 ) -> std::io::Result<Started> {
     let tag = uuid::Uuid::new_v4().simple().to_string();
-    let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .current_dir(directory)
-        .env_clear()
-        .envs(environment)
-        .env(TAG_VARIABLE, &tag)
-        .stdin(stdin)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    // SAFETY: only async-signal-safe system calls between fork and exec, and nothing is allocated.
-    unsafe {
-        command.pre_exec(|| {
-            libc::setsid();
-            unblock_signals();
-            restore_stack_limit();
-            become_first_victim();
-            Ok(())
-        });
-    }
-    let (mut child, exit) = reaper.spawn(&mut command)?;
-    Ok(Started {
-        pid: child.id().cast_signed(),
-        tag,
-        exit,
-        stdin: child.stdin.take().map(Into::into),
-        stdout: child.stdout.take().map(Into::into),
-        stderr: child.stderr.take().map(Into::into),
-    })
-}
-
-/// The agent blocks stop signals for itself; its children must get theirs.
-fn unblock_signals() {
-    // SAFETY: the set lives on this stack; async-signal-safe.
-    unsafe {
-        let mut set: libc::sigset_t = std::mem::zeroed();
-        libc::sigemptyset(&raw mut set);
-        libc::sigprocmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
-    }
-}
-
-/// The agent itself runs with a small stack; its children get the usual one.
-fn restore_stack_limit() {
-    const USUAL_BYTES: libc::rlim_t = 8 << 20;
-    // SAFETY: both calls only read and write the limit on this stack; async-signal-safe.
-    unsafe {
-        let mut limit: libc::rlimit = std::mem::zeroed();
-        if libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) == 0 && limit.rlim_cur < USUAL_BYTES {
-            limit.rlim_cur = USUAL_BYTES.min(limit.rlim_max);
-            libc::setrlimit(libc::RLIMIT_STACK, &raw const limit);
-        }
-    }
-}
-
-/// When the kernel has to kill something, it shall be a command and not the agent.
-fn become_first_victim() {
-    // SAFETY: constant paths and buffers; open, write and close are async-signal-safe.
-    unsafe {
-        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-        if file >= 0 {
-            libc::write(file, c"500".as_ptr().cast(), 3);
-            libc::close(file);
-        }
-    }
+    let program = Program { path: program, arguments, directory, environment, tag: (TAG_VARIABLE, &tag) };
+    let (Spawned { pid, stdin, stdout, stderr }, exit) = reaper.spawn(&program, input)?;
+    memory::make_first_victim(pid);
+    Ok(Started { pid, tag, exit, stdin, stdout: Some(stdout), stderr: Some(stderr) })
 }
 
 /// The tag of the command that a process belongs to.
@@ -191,6 +134,25 @@ impl Started {
         wake: &Arc<Wake>,
         drain: &Drain,
     ) -> Outcome {
+        let outcome = loop {
+            if let Some(outcome) = self.follow(sink, timeout, stop, wake) {
+                break outcome;
+            }
+        };
+        for stream in [self.stdout.take(), self.stderr.take()].into_iter().flatten() {
+            drain.add(stream);
+        }
+        outcome
+    }
+
+    /// Reads the process's output until it has ended, or the sink has all it wants: then there is no outcome yet.
+    pub(crate) fn follow(
+        &mut self,
+        sink: &mut dyn Sink,
+        timeout: Option<Duration>,
+        stop: &AtomicBool,
+        wake: &Arc<Wake>,
+    ) -> Option<Outcome> {
         let begun = Instant::now();
         let mut phase = Phase::Running { deadline: timeout.map(|timeout| begun + timeout) };
         let mut stopped = None;
@@ -204,6 +166,9 @@ impl Started {
             wake.clear();
             let ended = self.exit.ended();
             let wanted = self.pump(sink, &mut buffer);
+            if stopped.is_none() && sink.is_complete() {
+                return None;
+            }
             if let Some(ended) = ended {
                 // Whatever it wrote before its end is in the pipes by now.
                 if sink.is_ready() || stop.load(Ordering::SeqCst) {
@@ -228,10 +193,7 @@ impl Started {
         if stopped.is_some() {
             self.end_family(&phase);
         }
-        for stream in [self.stdout.take(), self.stderr.take()].into_iter().flatten() {
-            drain.add(stream);
-        }
-        Outcome { ended, stopped, duration }
+        Some(Outcome { ended, stopped, duration })
     }
 
     /// Waits until there is output to take, a wake-up, or the deadline.

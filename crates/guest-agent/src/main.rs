@@ -24,6 +24,7 @@ mod procfs;
 mod reaper;
 mod search;
 mod shell;
+mod spawn;
 mod wake;
 mod workers;
 
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
 /// Runs the sandbox until it is told to stop.
 fn init() -> Result<(), String> {
     agent::block_stop_signals();
+    restore_stack_limit();
     let agent = Agent::start();
     let listener = handover::listen()?;
     let (input, output) = take_stdio()?;
@@ -84,6 +86,19 @@ fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
         Ok((input, output))
     };
     take().map_err(|error| format!("can't take over standard input and output: {error}"))
+}
+
+/// The agent itself runs with a small stack; what it starts gets the usual one.
+fn restore_stack_limit() {
+    const USUAL_BYTES: libc::rlim_t = 8 << 20;
+    // SAFETY: both calls only read and write the limit on this stack.
+    unsafe {
+        let mut limit: libc::rlimit = std::mem::zeroed();
+        if libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) == 0 && limit.rlim_cur < USUAL_BYTES {
+            limit.rlim_cur = USUAL_BYTES.min(limit.rlim_max);
+            libc::setrlimit(libc::RLIMIT_STACK, &raw const limit);
+        }
+    }
 }
 
 /// One memory pool instead of one per thread: the agent must stay small.

@@ -6,7 +6,7 @@
 //! by itself (commands volunteer for it), and its counters tell that it happened.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
@@ -58,7 +58,7 @@ impl MemoryGuard {
 
     /// Watches for ever; returns at once where the kernel does this itself.
     pub(crate) fn run(&self, agent: &Agent) {
-        if !std::path::Path::new("/proc/sentry-meminfo").exists() {
+        if kernel_guards() {
             return;
         }
         loop {
@@ -158,6 +158,19 @@ impl OomCheck {
         (kernel_kills() > self.kernel_kills).then(|| {
             "out of memory: the kernel killed a process of this workspace; use less, or create it with more memory".to_owned()
         })
+    }
+}
+
+/// Whether there is a kernel below that kills one process when memory runs out, and not all of the sandbox.
+fn kernel_guards() -> bool {
+    static GUARDS: OnceLock<bool> = OnceLock::new();
+    *GUARDS.get_or_init(|| !std::path::Path::new("/proc/sentry-meminfo").exists())
+}
+
+/// When the kernel has to kill something, it shall be a command and not the agent.
+pub(crate) fn make_first_victim(pid: i32) {
+    if kernel_guards() {
+        let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "500");
     }
 }
 

@@ -4,9 +4,9 @@
 //! that an end is never collected before somebody is noted for it.
 
 use std::collections::HashMap;
-use std::process::{Child, Command};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
+use crate::spawn::{self, Input, Program, Spawned};
 use crate::wake::Wake;
 
 /// How a process ended.
@@ -20,7 +20,7 @@ pub(crate) enum Ended {
 #[derive(Debug, Default)]
 pub(crate) struct Exit {
     ended: OnceLock<Ended>,
-    wake: OnceLock<Arc<Wake>>,
+    wake: Mutex<Option<Arc<Wake>>>,
 }
 
 impl Exit {
@@ -29,9 +29,9 @@ impl Exit {
         self.ended.get().copied()
     }
 
-    /// Sets `wake` when the process ends.
+    /// Sets `wake`, and no other, when the process ends.
     pub(crate) fn notify(&self, wake: &Arc<Wake>) {
-        let _ = self.wake.set(Arc::clone(wake));
+        *self.wake.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(wake));
         if self.ended().is_some() {
             wake.set();
         }
@@ -47,14 +47,14 @@ pub(crate) struct Reaper {
 
 impl Reaper {
     /// Starts a process.
-    pub(crate) fn spawn(&self, command: &mut Command) -> std::io::Result<(Child, Arc<Exit>)> {
+    pub(crate) fn spawn(&self, program: &Program<'_>, input: Input) -> std::io::Result<(Spawned, Arc<Exit>)> {
         let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
-        let child = command.spawn()?;
+        let spawned = spawn::spawn(program, input)?;
         let exit = Arc::new(Exit::default());
-        children.insert(child.id().cast_signed(), Arc::clone(&exit));
+        children.insert(spawned.pid, Arc::clone(&exit));
         drop(children);
         self.spawned.notify_all();
-        Ok((child, exit))
+        Ok((spawned, exit))
     }
 
     /// Collects ends for ever.
@@ -76,7 +76,7 @@ impl Reaper {
             };
             drop(children);
             let _ = exit.ended.set(ended);
-            if let Some(wake) = exit.wake.get() {
+            if let Some(wake) = exit.wake.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
                 wake.set();
             }
         }

@@ -1,28 +1,28 @@
-//! Glob and grep: each search is a process of its own, so that it can be killed, and so that the engine costs nothing
-//! while nobody searches. Who has searched once will search again: then one process is started ahead.
+//! Glob and grep: a process of its own, so that a search can be killed, and so that the engine costs nothing while
+//! nobody searches. It stays for the next search for a while; searches at the same time have a process each.
 
 use std::io::Write;
 use std::path::Path;
-use std::process::Stdio;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use emergent_guest_tools::search::{Search, SearchReply, SearchRequest};
+use emergent_guest_tools::search::{
+    LENGTH_BYTES, MAX_MESSAGE_BYTES, Search, SearchReply, SearchRequest, message_content, to_message,
+};
 use emergent_wire::{ErrorCode, ErrorDetail};
 
 use crate::agent::Agent;
 use crate::call::{Call, cancelled};
-use crate::command::{self, Sink, Started, Stopped, Stream};
+use crate::command::{self, Outcome, Sink, Started, Stopped, Stream};
 use crate::memory::OomCheck;
+use crate::spawn::Input;
 
 /// The search program's name, beside the agent's own.
 const PROGRAM: &str = "search";
 /// A search that takes longer is ended.
 const SEARCH_TIME: Duration = Duration::from_secs(110);
-/// The most that is taken of a reply; the engine's own limits are far below.
-const MAX_REPLY_BYTES: usize = 16 << 20;
 
-/// A search process that waits for its request.
+/// A search process that waits for its next request.
 #[derive(Default)]
 pub(crate) struct Searches {
     waiting: Mutex<Option<Started>>,
@@ -33,86 +33,98 @@ impl Searches {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A process that waits, or a new one.
-    fn take(&self, agent: &Agent) -> std::io::Result<Started> {
-        let waiting = self.lock().take().filter(|started| started.exit.ended().is_none());
-        waiting.map_or_else(|| start(agent), Ok)
+    /// The process that waits, if there is one.
+    fn take(&self) -> Option<Started> {
+        self.lock().take().filter(|started| started.exit.ended().is_none())
     }
 
-    /// Starts a process ahead, in the background.
-    fn refill(agent: &Arc<Agent>) {
-        if agent.memory.is_tight() || agent.searches.waiting() > 0 {
-            return;
-        }
-        let running = Arc::clone(agent);
-        agent.workers.run(move || {
-            if let Ok(started) = start(&running) {
-                *running.searches.lock() = Some(started);
-            }
-        });
+    /// Keeps a process for the next search. One that is not kept reads the end of its input and exits.
+    fn keep(&self, started: Started) {
+        *self.lock() = Some(started);
     }
 
-    /// Lets the waiting process go: it reads the end of its input and exits.
+    /// Lets the waiting process go.
     pub(crate) fn discard(&self) {
         self.lock().take();
     }
 
     /// How many processes wait.
     pub(crate) fn waiting(&self) -> usize {
-        usize::from(self.lock().is_some())
+        usize::from(self.lock().as_ref().is_some_and(|started| started.exit.ended().is_none()))
     }
 }
 
 fn start(agent: &Agent) -> std::io::Result<Started> {
     let program = std::env::current_exe()?.with_file_name(PROGRAM);
     let environment = agent.environment();
-    command::start(&agent.reaper, &program, &[], Path::new("/"), &environment, Stdio::piped())
+    command::start(&agent.reaper, &program, &[], Path::new("/"), &environment, Input::Pipe)
 }
 
 /// Runs a search to its end.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Result<SearchReply, ErrorDetail> {
-    let found = run_one(agent, call, search);
-    Searches::refill(agent);
-    found
-}
-
-fn run_one(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Result<SearchReply, ErrorDetail> {
     let context = agent.context();
     let request =
         SearchRequest { workspace_dir: context.workspace_dir, confined_to: context.confined_to, search };
-    let failed = |reason: &dyn std::fmt::Display| {
-        ErrorDetail::new(ErrorCode::LimitReached, format!("the search can't be run: {reason}"))
-    };
-    let json = serde_json::to_vec(&request).map_err(|error| failed(&error))?;
+    let message = to_message(&request).map_err(|error| failed(&error))?;
     agent.memory.begin_activity();
+    if let Some(waiting) = agent.searches.take()
+        && let Some(reply) = ask(agent, call, waiting, &message)?
+    {
+        return Ok(reply);
+    }
+    // None waited, or it went just then.
+    let started = start(agent).map_err(|error| failed(&error))?;
+    let reply = ask(agent, call, started, &message)?;
+    reply.ok_or_else(|| failed(&"its process ended without an answer"))
+}
+
+/// Sends a request to a process and waits for the reply; none when the process ended without one.
+fn ask(
+    agent: &Arc<Agent>,
+    call: &Arc<Call>,
+    mut started: Started,
+    message: &[u8],
+) -> Result<Option<SearchReply>, ErrorDetail> {
     let oom = OomCheck::begin(&agent.memory);
-    let mut started = agent.searches.take(agent).map_err(|error| failed(&error))?;
     // A request is at most as long as a pattern and a path, but that may be more than a pipe holds: the program reads
     // all of it before it answers, so this can't wait for ever.
-    let sent = started.stdin.take().map(|stdin| std::fs::File::from(stdin).write_all(&json));
-    if let Some(Err(error)) = sent {
-        return Err(failed(&error));
+    let Some(stdin) = started.stdin.take() else {
+        return Ok(None);
+    };
+    let mut stdin = std::fs::File::from(stdin);
+    let sent = stdin.write_all(message);
+    started.stdin = Some(stdin.into());
+    if sent.is_err() {
+        return Ok(None);
     }
-    let (pid, tag) = (started.pid, started.tag.clone());
     let wake = call.wake().map_err(|error| failed(&error))?;
     let mut reply = Reply::default();
-    let outcome = started.run(&mut reply, Some(SEARCH_TIME), &call.cancelled, &wake, &agent.drain);
-    match outcome.stopped {
-        Some(Stopped::Cancelled) => return Err(cancelled()),
-        Some(Stopped::TimedOut) => {
+    match started.follow(&mut reply, Some(SEARCH_TIME), &call.cancelled, &wake) {
+        Some(Outcome { stopped: Some(Stopped::Cancelled), .. }) => return Err(cancelled()),
+        Some(Outcome { stopped: Some(Stopped::TimedOut), .. }) => {
             let message = "the search did not end within 110 s: search a smaller directory, or use `include`";
             return Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, message));
         }
+        Some(Outcome { stopped: None, .. }) => {
+            return match oom.victim(&agent.memory, started.pid, &started.tag) {
+                Some(note) => Err(ErrorDetail::new(ErrorCode::LimitReached, note)),
+                None => Ok(None),
+            };
+        }
         None => {}
     }
-    match serde_json::from_slice(&reply.stdout) {
-        Ok(SearchReply::Err(error)) => Err(error),
-        Ok(found) => Ok(found),
-        Err(_) => Err(match oom.victim(&agent.memory, pid, &tag) {
-            Some(note) => ErrorDetail::new(ErrorCode::LimitReached, note),
-            None => failed(&format!("it ended with {:?}", outcome.ended)),
-        }),
+    if !agent.memory.is_tight() {
+        agent.searches.keep(started);
     }
+    match reply.content().and_then(|content| serde_json::from_slice(content).ok()) {
+        Some(SearchReply::Err(error)) => Err(error),
+        Some(found) => Ok(Some(found)),
+        None => Err(failed(&"its reply can't be read")),
+    }
+}
+
+fn failed(reason: &dyn std::fmt::Display) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::LimitReached, format!("the search can't be run: {reason}"))
 }
 
 #[derive(Default)]
@@ -120,11 +132,21 @@ struct Reply {
     stdout: Vec<u8>,
 }
 
+impl Reply {
+    fn content(&self) -> Option<&[u8]> {
+        message_content(&self.stdout).ok().flatten()
+    }
+}
+
 impl Sink for Reply {
     fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool {
         if stream == Stream::Stdout {
             self.stdout.extend_from_slice(bytes);
         }
-        self.stdout.len() <= MAX_REPLY_BYTES
+        self.stdout.len() <= LENGTH_BYTES + MAX_MESSAGE_BYTES
+    }
+
+    fn is_complete(&self) -> bool {
+        self.content().is_some()
     }
 }

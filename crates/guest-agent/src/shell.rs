@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -12,6 +11,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 
 use crate::agent::Agent;
 use crate::command::{self, Started};
+use crate::spawn::Input;
 
 /// Shells that wait.
 const WAITING_SHELLS: usize = 3;
@@ -58,7 +58,7 @@ impl Shells {
         environment.extend(extra.clone());
         let started = if command.len() <= MAX_ARGUMENT_BYTES {
             let arguments = ["-c", command];
-            command::start(&agent.reaper, &program.path, &arguments, directory, &environment, Stdio::null())
+            command::start(&agent.reaper, &program.path, &arguments, directory, &environment, Input::Nothing)
         } else {
             start_long(agent, &program, command, directory, &environment)
         };
@@ -101,11 +101,13 @@ impl Shells {
         if self.refilling.swap(true, Ordering::SeqCst) {
             return;
         }
-        let agent = Arc::clone(agent);
-        agent.clone().workers.run(move || {
+        let refilling = agent.workers.run(Arc::clone(agent), |agent| {
             agent.shells.refill_now(&agent);
             agent.shells.refilling.store(false, Ordering::SeqCst);
         });
+        if refilling.is_err() {
+            self.refilling.store(false, Ordering::SeqCst);
+        }
     }
 
     fn refill_now(&self, agent: &Agent) {
@@ -126,7 +128,7 @@ impl Shells {
                 &["-c", LAUNCHER],
                 directory,
                 &environment,
-                Stdio::piped(),
+                Input::Pipe,
             );
             let Ok(shell) = started else { return };
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -195,7 +197,7 @@ fn start_long(
     std::io::Write::write_all(&mut file, command.as_bytes())?;
     std::io::Seek::rewind(&mut file)?;
     let reader = r#"command=$(cat); exec </dev/null; eval "unset command; $command""#;
-    command::start(&agent.reaper, &program.path, &["-c", reader], directory, environment, Stdio::from(file))
+    command::start(&agent.reaper, &program.path, &["-c", reader], directory, environment, Input::File(file))
 }
 
 /// Quotes a text for the shell.

@@ -1,4 +1,6 @@
 //! Searches as messages: the guest agent hands them to a process of their own.
+//!
+//! Requests and replies are JSON, each after its length in four bytes, little end first.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -8,6 +10,35 @@ use emergent_wire::tools::{GlobAnswer, GlobRequest, GrepAnswer, GrepRequest};
 use serde::{Deserialize, Serialize};
 
 use crate::{Context, glob, grep};
+
+/// How many bytes a message's length has.
+pub const LENGTH_BYTES: usize = 4;
+/// The longest message; the tools' own limits are far below.
+pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// A message as it is sent.
+pub fn to_message(content: &impl Serialize) -> Result<Vec<u8>, String> {
+    let mut bytes = vec![0; LENGTH_BYTES];
+    serde_json::to_writer(&mut bytes, content).map_err(|error| error.to_string())?;
+    let length = bytes.len() - LENGTH_BYTES;
+    match u32::try_from(length).ok().filter(|_| length <= MAX_MESSAGE_BYTES) {
+        Some(length) => bytes[..LENGTH_BYTES].copy_from_slice(&length.to_le_bytes()),
+        None => return Err(format!("a message of {length} bytes is too long")),
+    }
+    Ok(bytes)
+}
+
+/// What is in a message, once all of it is there; none before. An error when it never will be.
+pub fn message_content(bytes: &[u8]) -> Result<Option<&[u8]>, String> {
+    let Some((length, content)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
+        return Ok(None);
+    };
+    let length = u32::from_le_bytes(*length) as usize;
+    if length > MAX_MESSAGE_BYTES {
+        return Err(format!("a message of {length} bytes is too long"));
+    }
+    Ok(content.get(..length))
+}
 
 /// What to search, and where.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -51,4 +82,20 @@ pub fn run(request: &SearchRequest, cancel: &AtomicBool) -> SearchReply {
         Search::Grep(request) => grep::grep(&context, request, cancel).map(SearchReply::Grep),
     };
     reply.unwrap_or_else(SearchReply::Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_there_with_its_last_byte() {
+        let message = to_message(&"a search").unwrap();
+        for end in 0..message.len() {
+            assert_eq!(message_content(&message[..end]).unwrap(), None, "{end}");
+        }
+        assert_eq!(message_content(&message).unwrap(), Some(br#""a search""#.as_slice()));
+        assert!(message_content(&u32::MAX.to_le_bytes()).is_err());
+        assert!(to_message(&"x".repeat(MAX_MESSAGE_BYTES)).is_err());
+    }
 }

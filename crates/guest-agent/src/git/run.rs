@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +13,7 @@ use crate::call::{Call, cancelled};
 use crate::command::{self, Sink, Stopped, Stream};
 use crate::reaper::Ended;
 use crate::shell::find_program;
+use crate::spawn::Input;
 
 /// What is kept of git's output: enough for a status of thousands of files.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
@@ -92,7 +92,7 @@ impl Git {
             &all,
             &self.directory,
             &self.environment(),
-            Stdio::null(),
+            Input::Nothing,
         )
         .map_err(|error| {
             ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
