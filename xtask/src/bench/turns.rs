@@ -27,16 +27,28 @@ pub(crate) struct Pair {
 /// Measures two things in turns. Each says itself how long it took, so that it can prepare and clear up unmeasured.
 pub(crate) async fn in_turns(
     rounds: Rounds,
+    ours: impl AsyncFnMut() -> Result<Duration>,
+    baseline: impl AsyncFnMut() -> Result<Duration>,
+) -> Result<Pair> {
+    runs_in_turns(rounds, 1, ours, baseline).await
+}
+
+/// Measures two things in turns, one of them `run` times in a row each time.
+pub(crate) async fn runs_in_turns(
+    rounds: Rounds,
+    run: usize,
     mut ours: impl AsyncFnMut() -> Result<Duration>,
     mut baseline: impl AsyncFnMut() -> Result<Duration>,
 ) -> Result<Pair> {
     let mut times = (Vec::new(), Vec::new());
     for round in 0..rounds.warm_up + rounds.counted {
-        let (took, baseline_took) = (ours().await?, baseline().await?);
-        if round >= rounds.warm_up {
-            times.0.push(took);
-            times.1.push(baseline_took);
+        let is_counted = round >= rounds.warm_up;
+        for _ in 0..run {
+            let took = ours().await?;
+            times.0.extend(is_counted.then_some(took));
         }
+        let took = baseline().await?;
+        times.1.extend(is_counted.then_some(took));
     }
     Ok(Pair { ours: summarise(&times.0)?, baseline: summarise(&times.1)? })
 }

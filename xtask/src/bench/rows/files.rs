@@ -1,7 +1,8 @@
 //! read, write and edit of a 10 KiB file, against `docker exec CONTAINER cat FILE` in the same sandbox.
 //!
-//! In turns each call wakes processes that slept, on a machine that still clears up after `docker exec`. The second row
-//! is the same call back to back, as an agent makes them.
+//! Agents make several calls in a row, and so does this, between one `docker exec` and the next: the first of each run
+//! wakes processes that slept, on a machine that still clears up after `docker exec`. The second row is the same call
+//! with nothing in between.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -9,10 +10,12 @@ use serde_json::{Value, json};
 use crate::bench::docker;
 use crate::bench::report::{Promise, Ratio, Row};
 use crate::bench::session::Session;
-use crate::bench::turns::{Pair, Rounds, back_to_back, in_turns};
+use crate::bench::turns::{Pair, Rounds, back_to_back, runs_in_turns};
 
 const FILE: &str = "/workspace/file.txt";
 const SIZE: usize = 10 * 1024;
+/// Calls in a row.
+const RUN: usize = 4;
 /// The line that edit changes, to and fro.
 const MARKS: [&str; 2] = ["the line that is edited: tick\n", "the line that is edited: tock\n"];
 
@@ -47,7 +50,7 @@ async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value
     };
     let by_hand = async || Ok(docker::timed(&["exec", &container, "cat", FILE])?.0);
     let rounds = Rounds { warm_up: 5, counted: session.either(20, 60) };
-    let in_turns = in_turns(rounds, &mut ours, by_hand).await?;
+    let in_turns = runs_in_turns(rounds, RUN, &mut ours, by_hand).await?;
     let without_pause = Pair { ours: back_to_back(rounds, &mut ours).await?, ..in_turns };
     session.destroy(workspace).await?;
 
