@@ -20,18 +20,10 @@ fn messages_and_frames_are_frozen() {
         background: false,
     };
     let git = GitRequest {
-        action: GitAction::Clone,
-        path: None,
         repository_url: Some("https://host.example/r".into()),
         branch: Some("main".into()),
         limit: Some(1),
-        message: None,
-        files: None,
-        staged: false,
-        base: None,
-        create: false,
-        delete: false,
-        remote: None,
+        ..GitRequest::new(GitAction::Clone)
     };
     let calls = [
         GuestCall::Configure(Configuration {

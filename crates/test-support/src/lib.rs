@@ -1,5 +1,7 @@
 //! What the tests of several crates share: real services that start for one test and leave nothing behind.
 
 pub mod engine;
+pub mod git_server;
+pub mod internet;
 pub mod postgres;
 pub mod server;

@@ -175,6 +175,24 @@ pub struct GitAnswer {
 }
 
 impl GitRequest {
+    /// A request with nothing but its action.
+    pub fn new(action: GitAction) -> Self {
+        Self {
+            action,
+            path: None,
+            repository_url: None,
+            branch: None,
+            limit: None,
+            message: None,
+            files: None,
+            staged: false,
+            base: None,
+            create: false,
+            delete: false,
+            remote: None,
+        }
+    }
+
     /// Checks that the fields the action needs are there, and that no value can be taken for an option.
     pub fn validate(&self) -> Result<(), ErrorDetail> {
         let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));

@@ -128,20 +128,7 @@ enum Action {
 impl Action {
     fn request(self, path: Option<String>) -> GitRequest {
         let some = |files: Vec<String>| Some(files).filter(|files| !files.is_empty());
-        let mut request = GitRequest {
-            action: GitAction::Status,
-            path,
-            repository_url: None,
-            branch: None,
-            limit: None,
-            message: None,
-            files: None,
-            staged: false,
-            base: None,
-            create: false,
-            delete: false,
-            remote: None,
-        };
+        let mut request = GitRequest { path, ..GitRequest::new(GitAction::Status) };
         match self {
             Self::Status => {}
             Self::Clone { repository, branch, depth } => {

@@ -235,18 +235,9 @@ async fn checkout(
     branch: Option<&str>,
 ) -> Result<Vec<String>, ErrorDetail> {
     let request = GitRequest {
-        action: GitAction::Clone,
-        path: None,
         repository_url: Some(url.to_owned()),
         branch: branch.map(str::to_owned),
-        limit: None,
-        message: None,
-        files: None,
-        staged: false,
-        base: None,
-        create: false,
-        delete: false,
-        remote: None,
+        ..GitRequest::new(GitAction::Clone)
     };
     let mut pauses = CHECKOUT_PAUSES.iter();
     loop {

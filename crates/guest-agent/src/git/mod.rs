@@ -90,17 +90,20 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
 }
 
 /// Where a clone goes. git wants an empty directory, and ours may hold `.emergent`: then the clone is made in
-/// there and moved up when it is whole, so that a failure leaves the directory as it was.
+/// there and moved up when it is whole. A failure leaves the directory as it was.
 struct Target {
     directory: PathBuf,
     staging: Option<PathBuf>,
+    /// The directory was not there.
+    made: bool,
+    finished: bool,
 }
 
 impl Target {
     fn prepare(directory: &Path) -> Result<Self, ErrorDetail> {
-        let entries: Vec<_> = match std::fs::read_dir(directory) {
-            Ok(entries) => entries.flatten().map(|entry| entry.file_name()).collect(),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        let (entries, made) = match std::fs::read_dir(directory) {
+            Ok(entries) => (entries.flatten().map(|entry| entry.file_name()).collect(), false),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (Vec::new(), true),
             Err(error) => return Err(cannot(directory, &error)),
         };
         let staging = match entries.as_slice() {
@@ -117,7 +120,7 @@ impl Target {
             }
         };
         std::fs::create_dir_all(directory).map_err(|error| cannot(directory, &error))?;
-        Ok(Self { directory: directory.to_owned(), staging })
+        Ok(Self { directory: directory.to_owned(), staging, made, finished: false })
     }
 
     fn place(&self) -> &Path {
@@ -129,28 +132,44 @@ impl Target {
     }
 
     fn finish(mut self) -> Result<(), ErrorDetail> {
-        let Some(staging) = self.staging.take() else {
-            return Ok(());
-        };
-        let mut entries: Vec<_> = std::fs::read_dir(&staging)
-            .map_err(|error| cannot(&staging, &error))?
-            .flatten()
-            .map(|entry| entry.file_name())
-            .collect();
-        // The repository itself comes last: until then this is visibly no repository.
-        entries.sort_by_key(|name| name == ".git");
-        for name in entries {
-            std::fs::rename(staging.join(&name), self.directory.join(&name))
-                .map_err(|error| cannot(&staging, &error))?;
+        if let Some(staging) = &self.staging {
+            let mut entries: Vec<_> = std::fs::read_dir(staging)
+                .map_err(|error| cannot(staging, &error))?
+                .flatten()
+                .map(|entry| entry.file_name())
+                .collect();
+            // The repository itself comes last: until then this is visibly no repository.
+            entries.sort_by_key(|name| name == ".git");
+            for name in entries {
+                std::fs::rename(staging.join(&name), self.directory.join(&name))
+                    .map_err(|error| cannot(staging, &error))?;
+            }
+            std::fs::remove_dir(staging).map_err(|error| cannot(staging, &error))?;
         }
-        std::fs::remove_dir(&staging).map_err(|error| cannot(&staging, &error))
+        self.finished = true;
+        Ok(())
     }
 }
 
 impl Drop for Target {
     fn drop(&mut self) {
-        if let Some(staging) = &self.staging {
-            let _ = std::fs::remove_dir_all(staging);
+        if self.finished {
+            return;
+        }
+        match &self.staging {
+            Some(staging) => {
+                let _ = std::fs::remove_dir_all(staging);
+            }
+            None if self.made => {
+                let _ = std::fs::remove_dir_all(&self.directory);
+            }
+            // It was empty.
+            None => {
+                for entry in std::fs::read_dir(&self.directory).into_iter().flatten().flatten() {
+                    let _ =
+                        std::fs::remove_dir_all(entry.path()).or_else(|_| std::fs::remove_file(entry.path()));
+                }
+            }
         }
     }
 }
