@@ -20,6 +20,11 @@ readonly test_commands='
 ripgrep rg
 shellcheck shellcheck
 util-linux runuser
+util-linux setpriv
+util-linux nsenter
+iproute2 ip
+openssl openssl
+procps pgrep
 '
 
 # missing_commands TABLE: packages whose command is not there.

@@ -257,7 +257,11 @@ impl Client {
     /// Says what a person can do about a call that got no answer.
     fn explain(&self, error: reqwest::Error, limit: Option<Duration>) -> anyhow::Error {
         let url = self.base.as_str().trim_end_matches('/');
-        let message = if error.is_connect() {
+        let message = if error.is_connect() && says(&error, "certificate") {
+            format!(
+                "the certificate of the server at {url} is not trusted: name it, or its authority, with --ca-cert FILE"
+            )
+        } else if error.is_connect() {
             format!("no server answers at {url}: start it with: emergent serve (or set EMERGENT_URL)")
         } else if error.is_timeout() {
             let seconds = limit.unwrap_or(SILENCE).as_secs();
@@ -267,6 +271,11 @@ impl Client {
         };
         anyhow::Error::new(error.without_url()).context(message)
     }
+}
+
+/// Whether a word is in the text of an error or its causes.
+fn says(error: &dyn std::error::Error, word: &str) -> bool {
+    error.to_string().contains(word) || error.source().is_some_and(|cause| says(cause, word))
 }
 
 async fn read_body(mut response: Response) -> Result<String> {

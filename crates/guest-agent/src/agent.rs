@@ -8,6 +8,7 @@ use emergent_guest_protocol::Configuration;
 use emergent_guest_tools::Context;
 use emergent_wire::tools::WORKSPACE_DIR;
 
+use crate::activity::Activity;
 use crate::background::Operations;
 use crate::command::Drain;
 use crate::memory::MemoryGuard;
@@ -30,6 +31,7 @@ pub(crate) struct Agent {
     pub(crate) shells: Shells,
     pub(crate) searches: Searches,
     pub(crate) operations: Operations,
+    pub(crate) activity: Activity,
     pub(crate) memory: MemoryGuard,
     pub(crate) drain: Drain,
     pub(crate) disk: disk::Watch,
@@ -47,6 +49,7 @@ impl Agent {
             shells: Shells::default(),
             searches: Searches::default(),
             operations: Operations::default(),
+            activity: Activity::default(),
             memory: MemoryGuard::default(),
             drain: Drain::default(),
             disk: disk::Watch::default(),
@@ -81,6 +84,7 @@ impl Agent {
         if changed {
             self.shells.discard();
         }
+        self.disk.begin(self);
         self.shells.refill(self);
     }
 

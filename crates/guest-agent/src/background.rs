@@ -115,10 +115,10 @@ impl Operations {
             let file = File::create(directory.join("log")).map_err(|error| cannot_save(&error))?;
             save_state(&directory, &State { running: true, ..State::default() })
                 .map_err(|error| cannot_save(&error))?;
-            let oom = OomCheck::begin(&agent.memory);
-            Ok((directory, file, oom, bash::start(agent, &message.request)?))
+            let before = (OomCheck::begin(&agent.memory), agent.disk.kills());
+            Ok((directory, file, before, bash::start(agent, &message.request)?))
         };
-        let (directory, file, oom, started) = begin().inspect_err(|_| {
+        let (directory, file, (oom, disk_kills), started) = begin().inspect_err(|_| {
             self.running().remove(&id);
             let _ = std::fs::remove_dir_all(output::directory_of(id));
         })?;
@@ -130,6 +130,7 @@ impl Operations {
             let outcome = started.run(&mut sink, timeout, &followed.stop, &followed.wake, &agent.drain);
             let (exit_code, signal) = bash::describe_end(outcome.ended, outcome.stopped);
             let victim = oom.victim(&agent.memory, pid, &tag);
+            let (is_victim, disk) = (victim.is_some(), agent.disk.note(&agent, disk_kills));
             let mut progress = followed.progress.lock().unwrap_or_else(PoisonError::into_inner);
             let dropped = (progress.dropped > 0)
                 .then(|| format!("{} bytes of output were not saved", progress.dropped));
@@ -139,8 +140,8 @@ impl Operations {
                 signal,
                 duration_ms: millis(outcome.duration),
                 timed_out: outcome.stopped == Some(Stopped::TimedOut),
-                oom_killed: victim.is_some(),
-                notes: victim.into_iter().chain(dropped).collect(),
+                oom_killed: is_victim,
+                notes: victim.into_iter().chain(disk).chain(dropped).collect(),
                 segments: progress.segments.clone(),
             };
             // The disk may be full; the state in memory is what readers get until the sandbox stops.

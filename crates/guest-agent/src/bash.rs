@@ -23,7 +23,7 @@ pub(crate) fn run(
 ) -> Result<BashAnswer, ErrorDetail> {
     let request = &message.request;
     request.validate()?;
-    let oom = OomCheck::begin(&agent.memory);
+    let (oom, disk_kills) = (OomCheck::begin(&agent.memory), agent.disk.kills());
     let started = start(agent, request)?;
     let (pid, tag) = (started.pid, started.tag.clone());
     let timeout = request.effective_timeout_ms().map(Duration::from_millis);
@@ -51,14 +51,14 @@ pub(crate) fn run(
         answer.oom_killed = true;
         answer.notes.push(note);
     }
+    answer.notes.extend(agent.disk.note(agent, disk_kills));
     Ok(answer)
 }
 
 /// Starts the command of a request in its directory.
 pub(crate) fn start(agent: &Arc<Agent>, request: &BashRequest) -> Result<Started, ErrorDetail> {
-    agent.disk.refuse_if_full(agent)?;
     let directory = directory_of(request)?;
-    agent.memory.begin_activity();
+    agent.activity.begin();
     agent.shells.start(agent, &request.command, &directory, &request.environment)
 }
 

@@ -1,22 +1,38 @@
-//! The disk limit where no file system enforces it: the agent measures, and refuses to write over it.
+//! The disk limit where no file system enforces it: the agent measures, warns, refuses to write over it, and ends the
+//! process that goes on writing.
+//!
+//! ```text
+//! 80 %, 90 %   said in the log and with every command
+//! 100 %        tools that write refuse; commands run, so that files can be removed
+//! and growing  the process that has written the most is killed, as with memory
+//! ```
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use emergent_wire::tools::WORKSPACE_DIR;
 use emergent_wire::{ErrorCode, ErrorDetail};
+use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
+use crate::{log, procfs, workers};
 
 /// A measurement is used for at least this long, and for ten times as long as it took.
 const MEASURE_EVERY: Duration = Duration::from_secs(2);
+/// From here on it is said how full the disk is.
+const WARN_PERCENT: [u64; 3] = [80, 90, 100];
 
-/// The last measurement.
+/// What is known of the disk.
 #[derive(Default)]
 pub(crate) struct Watch {
     last: Mutex<Option<Measured>>,
+    /// The last of [`WARN_PERCENT`] that was said.
+    warned_percent: AtomicU64,
+    watching: AtomicBool,
+    killed: AtomicU64,
 }
 
 #[derive(Clone, Copy)]
@@ -28,23 +44,25 @@ struct Measured {
 impl Watch {
     /// Refuses when the workspace is over a limit that the agent must watch.
     pub(crate) fn refuse_if_full(&self, agent: &Agent) -> Result<(), ErrorDetail> {
-        let Some(limit) = agent.configuration().watched_disk_bytes else {
-            return Ok(());
-        };
-        let used = self.used();
-        if used < limit {
-            return Ok(());
+        match self.fill(agent) {
+            Some((used, limit)) if used >= limit => Err(ErrorDetail::new(
+                ErrorCode::DiskFull,
+                format!("{}: remove files with bash to go on", says(used, limit)),
+            )),
+            _ => Ok(()),
         }
-        let message =
-            format!("the workspace's disk is full: {used} of {limit} bytes are used; remove files to go on");
-        // Removing files must stay possible, so only the tools that write refuse.
-        Err(ErrorDetail::new(ErrorCode::DiskFull, message))
+    }
+
+    /// Used and allowed bytes, where the agent must watch them.
+    fn fill(&self, agent: &Agent) -> Option<(u64, u64)> {
+        let limit = agent.configuration().watched_disk_bytes?;
+        Some((self.used(), limit))
     }
 
     /// Bytes used under the workspace, measured not too often.
     pub(crate) fn used(&self) -> u64 {
         let now = Instant::now();
-        let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(measured) = *last
             && now < measured.until
         {
@@ -55,6 +73,93 @@ impl Watch {
         *last = Some(Measured { used, until: Instant::now() + pause });
         used
     }
+
+    /// How many processes were killed for writing over the limit.
+    pub(crate) fn kills(&self) -> u64 {
+        self.killed.load(Ordering::SeqCst)
+    }
+
+    /// What a command's caller should know; `kills` is how many there were before it.
+    pub(crate) fn note(&self, agent: &Agent, kills: u64) -> Option<String> {
+        let (used, limit) = self.fill(agent)?;
+        let text = says(used, limit);
+        if self.kills() > kills {
+            return Some(format!(
+                "{text}: a process that wrote over the limit was killed; remove files to go on"
+            ));
+        }
+        (percent(used, limit) >= WARN_PERCENT[0]).then_some(text)
+    }
+
+    /// Starts to watch, once, where there is a limit to watch.
+    pub(crate) fn begin(&self, agent: &Arc<Agent>) {
+        let has_limit = agent.configuration().watched_disk_bytes.is_some();
+        if has_limit && !self.watching.swap(true, Ordering::SeqCst) {
+            let watched = Arc::clone(agent);
+            workers::spawn_thread("disk", move || watched.disk.run(&watched));
+        }
+    }
+
+    fn run(&self, agent: &Agent) {
+        let mut before = u64::MAX;
+        loop {
+            let seen = agent.activity.count();
+            if let Some((used, limit)) = self.fill(agent) {
+                self.warn(used, limit);
+                if used > limit && used > before {
+                    self.kill_largest_writer(used, limit);
+                }
+                before = used;
+            }
+            if agent.activity.wait_if_idle(agent, seen) {
+                continue;
+            }
+            let until =
+                self.last.lock().unwrap_or_else(PoisonError::into_inner).map(|measured| measured.until);
+            let pause = until.map_or(MEASURE_EVERY, |until| until.saturating_duration_since(Instant::now()));
+            std::thread::sleep(pause.max(Duration::from_millis(100)));
+        }
+    }
+
+    /// Says once how full the disk is, and again after it was less full.
+    fn warn(&self, used: u64, limit: u64) {
+        let percent = percent(used, limit);
+        let reached = WARN_PERCENT.into_iter().filter(|step| percent >= *step).max().unwrap_or(0);
+        if self.warned_percent.swap(reached, Ordering::SeqCst) < reached {
+            log(&format!("warning: {}", says(used, limit)));
+        }
+    }
+
+    fn kill_largest_writer(&self, used: u64, limit: u64) {
+        let processes = procfs::processes();
+        let Some(writer) = processes.iter().max_by_key(|process| procfs::written_bytes(process.pid)) else {
+            return;
+        };
+        if let Some(pid) = Pid::from_raw(writer.pid) {
+            self.killed.fetch_add(1, Ordering::SeqCst);
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+            log(&format!(
+                "{}: {} (pid {}), which wrote the most, was killed",
+                says(used, limit),
+                writer.name,
+                writer.pid
+            ));
+        }
+    }
+}
+
+fn percent(used: u64, limit: u64) -> u64 {
+    used.saturating_mul(100) / limit.max(1)
+}
+
+fn says(used: u64, limit: u64) -> String {
+    let state = if used >= limit { "full" } else { "nearly full" };
+    format!(
+        "the workspace's disk is {state}: {} of {} MiB are used ({} %)",
+        used >> 20,
+        limit >> 20,
+        percent(used, limit)
+    )
 }
 
 /// Blocks used by all files below a directory; hard links count once each.

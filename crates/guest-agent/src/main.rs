@@ -8,6 +8,7 @@
 //! It has no runtime dependency (static binary, no shell, no name service look-ups), no async runtime, and one
 //! thread for each call that runs.
 
+mod activity;
 mod agent;
 mod background;
 mod bash;

@@ -6,7 +6,7 @@
 //! by itself (commands volunteer for it), and its counters tell that it happened.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
@@ -30,8 +30,6 @@ const MAX_VICTIMS: usize = 64;
 #[derive(Default)]
 pub(crate) struct MemoryGuard {
     victims: Mutex<Vec<Victim>>,
-    active: Mutex<bool>,
-    activity: Condvar,
     tight: AtomicBool,
 }
 
@@ -45,12 +43,6 @@ struct Victim {
 }
 
 impl MemoryGuard {
-    /// A command starts: memory may change from now on.
-    pub(crate) fn begin_activity(&self) {
-        *self.active.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.activity.notify_all();
-    }
-
     /// Whether there is no memory to spare for conveniences.
     pub(crate) fn is_tight(&self) -> bool {
         self.tight.load(Ordering::Relaxed)
@@ -62,6 +54,7 @@ impl MemoryGuard {
             return;
         }
         loop {
+            let seen = agent.activity.count();
             let Some(memory) = procfs::memory() else { return };
             let reserve = RESERVE_BYTES + memory.total / RESERVE_PART;
             self.tight.store(memory.available < reserve * 2, Ordering::Relaxed);
@@ -70,28 +63,9 @@ impl MemoryGuard {
             }
             let spare = memory.available.saturating_sub(reserve);
             let pause = (spare / FILL_RATE_BYTES_PER_MS).clamp(2, 500);
-            if self.is_idle(agent) {
-                self.wait_for_activity();
-            } else {
+            if !agent.activity.wait_if_idle(agent, seen) {
                 std::thread::sleep(Duration::from_millis(pause));
             }
-        }
-    }
-
-    /// Nothing runs but the agent and the shells it started ahead.
-    fn is_idle(&self, agent: &Agent) -> bool {
-        let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
-        if procfs::process_ids().count() > 1 + agent.waiting_processes() {
-            return false;
-        }
-        *active = false;
-        true
-    }
-
-    fn wait_for_activity(&self) {
-        let mut active = self.active.lock().unwrap_or_else(PoisonError::into_inner);
-        while !*active {
-            active = self.activity.wait(active).unwrap_or_else(PoisonError::into_inner);
         }
     }
 

@@ -44,6 +44,13 @@ fn process(pid: i32) -> Option<Process> {
     })
 }
 
+/// What a process has written so far, to anything.
+pub(crate) fn written_bytes(pid: i32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+    let written = text.lines().find_map(|line| line.strip_prefix("wchar: "));
+    written.and_then(|number| number.trim().parse().ok()).unwrap_or(0)
+}
+
 /// A variable of the environment that the process was started with.
 pub(crate) fn variable(pid: i32, name: &str) -> Option<String> {
     let environ = fs::read(format!("/proc/{pid}/environ")).ok()?;

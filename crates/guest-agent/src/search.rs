@@ -66,7 +66,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Resul
     let request =
         SearchRequest { workspace_dir: context.workspace_dir, confined_to: context.confined_to, search };
     let message = to_message(&request).map_err(|error| failed(&error))?;
-    agent.memory.begin_activity();
+    agent.activity.begin();
     if let Some(waiting) = agent.searches.take()
         && let Some(reply) = ask(agent, call, waiting, &message)?
     {

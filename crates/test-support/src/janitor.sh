@@ -11,6 +11,8 @@ while read -r _; do :; done
 for pid in $(pgrep -f -- "--data-dir $dir( |\$)"); do kill -KILL "$pid" 2>/dev/null; done
 id=$(cat "$dir/installation-id" 2>/dev/null)
 if [ -n "$id" ]; then
+    # An engine that is being restarted comes back; what it holds must not outlive the name it is found by.
+    for _ in $(seq 60); do timeout 5 docker version >/dev/null 2>&1 && break; sleep 1; done
     label="label=emergent.installation=$id"
     containers=$(docker ps --all --quiet --filter "$label" 2>/dev/null)
     [ -z "$containers" ] || docker rm --force $containers

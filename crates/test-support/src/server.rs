@@ -89,7 +89,10 @@ impl TestServer {
         let environment: Vec<_> =
             environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let process = spawn(Path::new(binary), &data_dir, &environment);
-        let client = reqwest::Client::builder().pool_max_idle_per_host(32).build().expect("a client");
+        // Tests of TLS make certificates that nobody else trusts.
+        let client =
+            reqwest::Client::builder().pool_max_idle_per_host(32).tls_danger_accept_invalid_certs(true);
+        let client = client.build().expect("a client");
         let mut server = Self {
             binary: binary.into(),
             environment,
@@ -164,10 +167,19 @@ impl TestServer {
         assert!(left.is_empty(), "left behind: {left:#?}\n{}", self.log());
     }
 
+    /// The server's process.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
     /// Sends SIGTERM and waits.
     pub fn terminate(&mut self) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").arg(&pid).status().is_ok_and(|status| status.success()));
+        run("kill", &[&self.pid().to_string()]);
+        self.wait_for_end();
+    }
+
+    /// Waits until a server that was told to end has ended.
+    pub fn wait_for_end(&mut self) {
         let begun = Instant::now();
         while self.process.try_wait().expect("the process can be waited for").is_none() {
             assert!(begun.elapsed() < Duration::from_secs(60), "the server did not stop:\n{}", self.log());

@@ -85,7 +85,7 @@ impl Git {
             "protocol.ext.allow=never",
         ];
         let all: Vec<&str> = options.iter().chain(arguments).copied().collect();
-        self.agent.memory.begin_activity();
+        self.agent.activity.begin();
         let started = command::start(
             &self.agent.reaper,
             &self.program,

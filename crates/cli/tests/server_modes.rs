@@ -1,0 +1,287 @@
+//! The ways a server can be set up and stopped: PostgreSQL, TLS, no root, confined tools, signals.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+use std::time::Duration;
+
+use emergent_test_support::postgres::TestPostgres;
+use emergent_test_support::server::{TestServer, run};
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+/// What the command line prints; it finds the server by the data directory.
+fn cli(server: &TestServer, arguments: &[&str]) -> String {
+    let output = Command::new(BINARY)
+        .args(arguments)
+        .env("EMERGENT_DATA_DIR", server.data_dir())
+        .env_remove("EMERGENT_URL")
+        .env_remove("EMERGENT_TOKEN")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[tokio::test]
+async fn a_server_on_postgresql_keeps_everything_there() {
+    let database = TestPostgres::shared().fresh_database();
+    let mut server = TestServer::start_with(BINARY, &[("DATABASE_URL", &database)]).await;
+    let id = server.create(json!({ "environment": { "SECRET": "hush" } })).await;
+    assert_eq!(server.bash(&id, "echo $SECRET; echo kept > file").await, "hush\n");
+    assert!(!server.data_dir().join("emergent.db").exists());
+    server.kill();
+    server.start_again().await;
+    assert_eq!(server.bash(&id, "cat file; echo $SECRET").await, "kept\nhush\n");
+    let listed = server.request("GET", WORKSPACES, None).await.ok();
+    assert_eq!(listed["workspaces"][0]["id"], json!(id));
+    server.destroy(&id).await;
+    assert!(cli(&server, &["audit", "verify"]).contains("the chain is whole"));
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_server_with_a_certificate_speaks_tls_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let (certificate, key) = (directory.path().join("certificate.pem"), directory.path().join("key.pem"));
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"])
+        .args(["-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE"])
+        .arg("-keyout")
+        .arg(&key)
+        .arg("-out")
+        .arg(&certificate)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let certificate = certificate.to_str().unwrap();
+    let variables = [("EMERGENT_TLS_CERTIFICATE", certificate), ("EMERGENT_TLS_KEY", key.to_str().unwrap())];
+    let server = TestServer::start_with(BINARY, &variables).await;
+    assert!(server.url.starts_with("https://"), "{}", server.url);
+    server.request("GET", WORKSPACES, None).await.ok();
+    // The command line and curl trust it when they are told to, and not else.
+    cli(&server, &["workspace", "list", "--ca-cert", certificate]);
+    let refused = Command::new(BINARY)
+        .args(["workspace", "list"])
+        .env("EMERGENT_DATA_DIR", server.data_dir())
+        .output()
+        .unwrap();
+    assert!(!refused.status.success());
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(said.contains("--ca-cert"), "{said}");
+    let live = format!("{}/health/live", server.url);
+    run("curl", &["--silent", "--fail", "--cacert", certificate, &live]);
+    let plain = server.url.replace("https:", "http:");
+    assert!(reqwest::get(format!("{plain}/health/live")).await.is_err());
+    server.stop();
+
+    // A certificate that can't be used is an error that names it, and no server.
+    let broken = Command::new(BINARY)
+        .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
+        .arg(directory.path().join("data"))
+        .env("EMERGENT_TLS_CERTIFICATE", &key)
+        .env("EMERGENT_TLS_KEY", certificate)
+        .output()
+        .unwrap();
+    assert!(!broken.status.success());
+    let said = String::from_utf8_lossy(&broken.stderr).into_owned();
+    assert!(said.contains("TLS can't be used") && said.contains("key.pem"), "{said}");
+}
+
+/// A program that runs the server as `nobody` with the right to use Docker: what it gets as its data directory becomes
+/// that user's.
+fn unprivileged(directory: &std::path::Path) -> String {
+    let (binary, script) = (directory.join("emergent"), directory.join("as-nobody"));
+    std::fs::copy(BINARY, &binary).unwrap();
+    let group = run("stat", &["--format=%g", "/var/run/docker.sock"]);
+    let text = format!(
+        "#!/bin/sh\nchown 65534 \"$5\"\nexec setpriv --reuid=65534 --regid={} --clear-groups -- {} \"$@\"\n",
+        group.trim(),
+        binary.display()
+    );
+    std::fs::write(&script, text).unwrap();
+    for path in [directory, &script, &binary] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    script.to_str().unwrap().to_owned()
+}
+
+#[tokio::test]
+async fn without_root_the_disk_limit_is_watched_and_the_rest_works() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = TestServer::start_with(&unprivileged(directory.path()), &[]).await;
+    // A network that can't be made safe is refused, with what to do.
+    let refused = server.request("POST", WORKSPACES, Some(json!({}))).await;
+    let message = refused.body["error"]["message"].as_str().unwrap();
+    assert!(message.contains("isolated") && message.contains("root"), "{message}");
+    let request = json!({ "network": "isolated", "resource_limits": { "disk": "64M" } });
+    let created = server.request("POST", WORKSPACES, Some(request)).await.ok();
+    assert!(created["metadata"]["warnings"].to_string().contains("watched"), "{created}");
+    assert_eq!(created["metadata"]["disk_quota"], "watched", "{created}");
+    let id = created["id"].as_str().unwrap();
+    assert_eq!(server.bash(id, "cat /etc/hostname > /dev/null; whoami").await, "root\n");
+
+    // Nearly full: said. The measurement is up to two seconds old.
+    let fill = "head -c 55M /dev/zero > first; sleep 2.5";
+    server.bash(id, fill).await;
+    let answer = server.tool(id, "bash", json!({ "command": "true" })).await.ok();
+    assert!(answer["notes"][0].as_str().unwrap().contains("nearly full"), "{answer}");
+    // Full and growing: who writes is killed, long before the host's disk is full.
+    let answer = server
+        .tool(id, "bash", json!({ "command": "cat /dev/zero > second", "timeout_ms": 60000 }))
+        .await
+        .ok();
+    assert_eq!((&answer["timed_out"], answer["exit_code"].as_i64()), (&json!(false), Some(137)), "{answer}");
+    assert!(answer["notes"].to_string().contains("was killed"), "{answer}");
+    // Full: what writes is refused, and files can be removed.
+    let write = json!({ "file_path": "third", "content": "x" });
+    assert_eq!(server.tool(id, "write", write.clone()).await.error(422), "disk_full");
+    server.bash(id, "rm first second; sleep 2.5").await;
+    server.tool(id, "write", write).await.ok();
+    let log = server.log();
+    assert!(log.contains("nearly full") && log.contains("wrote the most"), "{log}");
+    server.destroy(id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn confined_file_tools_stay_in_the_workspace() {
+    let configuration = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(configuration.path(), "[workspaces]\nconfine_file_tools = true\n").unwrap();
+    let path = configuration.path().to_str().unwrap();
+    let server = TestServer::start_with(BINARY, &[("EMERGENT_CONFIG", path)]).await;
+    let id = server.create(json!({ "network": "isolated" })).await;
+    server
+        .bash(
+            &id,
+            "ln -s /etc out; ln -s /etc/passwd passwd; ln -s ../tmp temporary; mkdir in; ln -s in also",
+        )
+        .await;
+    for (tool, request) in [
+        ("read", json!({ "file_path": "/etc/passwd" })),
+        ("read", json!({ "file_path": "../etc/passwd" })),
+        ("read", json!({ "file_path": "out/passwd" })),
+        ("read", json!({ "file_path": "passwd" })),
+        ("read", json!({ "file_path": "passwd", "raw": true })),
+        ("write", json!({ "file_path": "out/new", "content": "x" })),
+        ("write", json!({ "file_path": "passwd", "content": "x" })),
+        ("edit", json!({ "file_path": "passwd", "old_string": "root", "new_string": "x" })),
+        ("glob", json!({ "pattern": "*", "path": "/etc" })),
+        ("grep", json!({ "pattern": "root", "path": "out" })),
+        ("git", json!({ "action": "status", "path": "/etc" })),
+    ] {
+        let refused = server.tool(&id, tool, request.clone()).await;
+        let message = refused.body["error"]["message"].as_str().unwrap_or_default().to_owned();
+        assert!((400..500).contains(&refused.status), "{tool} {request}: {refused:?}");
+        assert!(tool == "git" || message.contains("confined"), "{tool} {request}: {message}");
+    }
+    for path in ["also/file", "/tmp/file", "temporary/other"] {
+        server.tool(&id, "write", json!({ "file_path": path, "content": "x" })).await.ok();
+    }
+    assert_eq!(server.bash(&id, "cat in/file /tmp/file /tmp/other; test ! -e /etc/new").await, "xxx");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn an_image_without_a_shell_has_file_tools() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let request = json!({ "provider": provider, "image": "emergent/test-empty:latest" });
+        let id = server.create(request).await;
+        server.tool(&id, "write", json!({ "file_path": "a/b.txt", "content": "one\ntwo\n" })).await.ok();
+        let edit = json!({ "file_path": "a/b.txt", "old_string": "two", "new_string": "three" });
+        server.tool(&id, "edit", edit).await.ok();
+        let read = server.tool(&id, "read", json!({ "file_path": "/workspace/a/b.txt" })).await.ok();
+        assert_eq!(read["content"], "1: one\n2: three");
+        let found = server.tool(&id, "grep", json!({ "pattern": "thr.e" })).await.ok();
+        assert_eq!(found["matches"][0]["line_number"], 2);
+        let found = server.tool(&id, "glob", json!({ "pattern": "**/*.txt" })).await.ok();
+        assert_eq!(found["matches"], json!(["/workspace/a/b.txt"]));
+        for (tool, request) in
+            [("bash", json!({ "command": "true" })), ("git", json!({ "action": "status" }))]
+        {
+            let refused = server.tool(&id, tool, request).await;
+            let message = refused.body["error"]["message"].as_str().unwrap().to_owned();
+            assert!(message.contains("image"), "{tool}: {message}");
+            refused.error(422);
+        }
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_create_that_nobody_waits_for_is_ready_later() {
+    let server = TestServer::start(BINARY).await;
+    let create = |body: &'static str| {
+        let request = server.client().post(format!("{}{WORKSPACES}", server.url)).bearer_auth(&server.token);
+        request.header("Prefer", "respond-async").body(body).send()
+    };
+    let settled = async |id: &str| loop {
+        let seen = server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok();
+        if seen["status"] != "creating" {
+            break seen;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let answer = create("{}").await.unwrap();
+    assert_eq!(answer.status(), 202);
+    let created: Value = answer.json().await.unwrap();
+    assert_eq!(created["status"], "creating", "{created}");
+    let id = created["id"].as_str().unwrap();
+    assert_eq!(settled(id).await["status"], "ready");
+    assert_eq!(server.bash(id, "echo works").await, "works\n");
+    server.destroy(id).await;
+    // A failure stays to be seen.
+    let answer = create(r#"{"image":"emergent/nosuchimage:latest"}"#).await.unwrap();
+    let created: Value = answer.json().await.unwrap();
+    let id = created["id"].as_str().unwrap();
+    let failed = settled(id).await;
+    assert_eq!(failed["status"], "error", "{failed}");
+    assert!(failed["metadata"]["error"].to_string().contains("nosuchimage"), "{failed}");
+    server.destroy(id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wait() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "network": "isolated" })).await;
+    let running = async |command: &'static str| {
+        let request = server.client().post(format!("{}{WORKSPACES}/{id}/bash", server.url));
+        request.bearer_auth(&server.token).json(&json!({ "command": command })).send().await
+    };
+    let pid = server.pid().to_string();
+    let (url, client) = (format!("{}/health/live", server.url), reqwest::Client::new());
+    let signal = async {
+        while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+        run("kill", &[&pid]);
+        // Nobody new is let in.
+        while client.get(&url).send().await.is_ok() {}
+    };
+    let (answer, ()) = tokio::join!(running("echo > begun; sleep 2; echo done"), signal);
+    let answer: Value = answer.unwrap().json().await.unwrap();
+    assert_eq!(answer["stdout"], "done\n");
+    server.wait_for_end();
+    server.start_again().await;
+    let pid = server.pid().to_string();
+    let running = async |command: &'static str| {
+        let request = server.client().post(format!("{}{WORKSPACES}/{id}/bash", server.url));
+        request.bearer_auth(&server.token).json(&json!({ "command": command })).send().await
+    };
+    let signal = async {
+        while server.bash(&id, "cat again 2>/dev/null || true").await.is_empty() {}
+        run("kill", &[&pid]);
+        while client.get(server.url.clone() + "/health/live").send().await.is_ok() {}
+        run("kill", &[&pid]);
+    };
+    let (answer, ()) = tokio::join!(running("echo > again; sleep 300"), signal);
+    assert!(answer.is_err());
+    server.wait_for_end();
+    server.start_again().await;
+    server.destroy(&id).await;
+    server.stop();
+}

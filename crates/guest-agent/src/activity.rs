@@ -1,0 +1,42 @@
+//! Tells the guards (memory, disk) when there is something to guard: while no command runs they sleep.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::agent::Agent;
+use crate::procfs;
+
+/// How many commands have begun.
+#[derive(Default)]
+pub(crate) struct Activity {
+    begun: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Activity {
+    fn lock(&self) -> MutexGuard<'_, u64> {
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A command begins.
+    pub(crate) fn begin(&self) {
+        *self.lock() += 1;
+        self.changed.notify_all();
+    }
+
+    /// To be asked before a guard looks around.
+    pub(crate) fn count(&self) -> u64 {
+        *self.lock()
+    }
+
+    /// Waits until a command has begun since `seen`, if nothing runs now. False when something runs.
+    pub(crate) fn wait_if_idle(&self, agent: &Agent, seen: u64) -> bool {
+        if procfs::process_ids().count() > 1 + agent.waiting_processes() {
+            return false;
+        }
+        let mut begun = self.lock();
+        while *begun == seen {
+            begun = self.changed.wait(begun).unwrap_or_else(PoisonError::into_inner);
+        }
+        true
+    }
+}
