@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use emergent_test_support::engine::TestEngine;
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 
@@ -180,6 +181,49 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
     assert_eq!(seen["status"], "error", "{seen}");
     server.destroy(&id).await;
     server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workspaces_come_back_when_the_engine_does() {
+    for (more, signal) in [("", "TERM"), ("", "KILL"), (",\"live-restore\":true", "TERM")] {
+        let mut engine = TestEngine::start_with_gvisor(more);
+        let host = engine.host();
+        let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
+        let id = server.create(json!({ "network": "isolated" })).await;
+        server.bash(&id, "echo kept > file; echo installed > /usr/local/file").await;
+        // A call is in progress when the engine ends: it is answered, whatever the answer.
+        let running = server.tool(&id, "bash", json!({ "command": "echo > begun; sleep 300" }));
+        let end = async {
+            while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+            tokio::task::block_in_place(|| engine.end(signal));
+        };
+        let (answer, ()) = tokio::join!(running, end);
+        // An engine that stops in good order tells the sandboxes to stop; else the channel breaks.
+        if answer.status == 200 {
+            assert_eq!((signal, &answer.body["signal"]), ("TERM", &json!("SIGTERM")), "{answer:?}");
+        } else {
+            assert_eq!(answer.error(502), "sandbox_lost", "{signal}");
+        }
+        // While there is no engine, calls and creates say so.
+        let away = server.tool(&id, "bash", json!({ "command": "true" })).await;
+        assert_eq!(away.error(503), "unavailable", "{signal}");
+        let asked = json!({ "network": "isolated" });
+        let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+        assert!(refused.status >= 500, "{refused:?}");
+        engine.start_again();
+        // At once, though the engine was found away a moment ago; what the refused create left is removed.
+        let other = server.create(json!({ "network": "isolated" })).await;
+        server.destroy(&other).await;
+        let mut listed = Value::Null;
+        while listed["workspaces"].as_array().is_none_or(|all| all.len() != 1) {
+            listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        }
+        assert_eq!(server.bash(&id, "cat file /usr/local/file").await, "kept\ninstalled\n", "{signal}");
+        let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        assert_eq!(seen["status"], "ready", "{seen}");
+        server.destroy(&id).await;
+        server.stop();
+    }
 }
 
 #[tokio::test]

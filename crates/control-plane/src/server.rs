@@ -238,7 +238,10 @@ async fn watch_health(workspaces: Arc<Workspaces>) {
 async fn watch_recovery(workspaces: Arc<Workspaces>, app: App) {
     let mut ticks = tokio::time::interval(recovery::RUN_EVERY);
     loop {
-        ticks.tick().await;
+        tokio::select! {
+            _ = ticks.tick() => {}
+            () = workspaces.health.back.notified() => {}
+        }
         workspaces.recover().await;
         app.ready.store(true, Ordering::Relaxed);
     }

@@ -7,15 +7,30 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Starts the engine and stops it, with everything it made, when its standard input ends.
+use crate::server::run;
+
+/// Starts and ends the engine as it is told to on its standard input, and removes everything when that ends.
 const SCRIPT: &str = r#"
 dir=$1
 trap '' INT TERM HUP
-# In a network of its own: an engine without a bridge removes that of another.
-setsid unshare --net dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" --pidfile "$dir/pid" \
-    --host "unix://$dir/docker.sock" --bridge none --iptables=false --ip6tables=false >"$dir/log" 2>&1 </dev/null &
-engine=$!
-while read -r _; do :; done
+start() {
+    rm -f "$dir/ended" "$dir/pid" "$dir/exec/containerd/containerd.pid"
+    # In a network of its own: an engine without a bridge removes that of another.
+    setsid unshare --net dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" \
+        --pidfile "$dir/pid" --host "unix://$dir/docker.sock" --bridge none --iptables=false --ip6tables=false \
+        >>"$dir/log" 2>&1 </dev/null &
+    engine=$!
+}
+start
+while read -r order; do
+    case $order in
+    start) start ;;
+    *) kill -s "$order" "$engine"; wait "$engine"; touch "$dir/ended" ;;
+    esac
+done
+[ ! -e "$dir/ended" ] || start
+for _ in $(seq 100); do docker --host "unix://$dir/docker.sock" version >/dev/null 2>&1 && break; sleep 0.2; done
+docker --host "unix://$dir/docker.sock" ps --all --quiet | xargs -r docker --host "unix://$dir/docker.sock" rm --force >/dev/null 2>&1
 kill -TERM "$engine"
 wait "$engine"
 for mount in $(awk -v dir="$dir/" 'index($2, dir) == 1 { print $2 }' /proc/mounts | sort -r); do umount "$mount"; done
@@ -46,13 +61,45 @@ impl TestEngine {
             .expect("bash starts");
         let leash = keeper.stdin.take();
         let engine = Self { directory, keeper, leash };
+        engine.wait_until_it_answers();
+        engine
+    }
+
+    /// An engine with the host engine's gVisor and workspace image.
+    pub fn start_with_gvisor(more: &str) -> Self {
+        let runtime = run("docker", &["info", "--format", "{{json (index .Runtimes \"runsc\")}}"]);
+        let engine = Self::start(&format!("{{\"runtimes\":{{\"runsc\":{}}}{more}}}", runtime.trim()));
+        let copy = format!("docker save emergent/workspace:latest | docker --host {} load", engine.host());
+        run("bash", &["-o", "pipefail", "-c", &copy]);
+        engine
+    }
+
+    fn wait_until_it_answers(&self) {
         let begun = Instant::now();
-        while !engine.docker(&["version"]).status().is_ok_and(|status| status.success()) {
-            let log = std::fs::read_to_string(engine.directory.join("log")).unwrap_or_default();
+        while !self.docker(&["version"]).status().is_ok_and(|status| status.success()) {
+            let log = std::fs::read_to_string(self.directory.join("log")).unwrap_or_default();
             assert!(begun.elapsed() < Duration::from_secs(60), "the engine did not start:\n{log}");
             std::thread::sleep(Duration::from_millis(50));
         }
-        engine
+    }
+
+    fn order(&mut self, order: &str) {
+        let leash = self.leash.as_mut().expect("the engine's keeper listens");
+        writeln!(leash, "{order}").expect("the engine's keeper listens");
+    }
+
+    /// Ends the engine with a signal (`TERM`, `KILL`).
+    pub fn end(&mut self, signal: &str) {
+        self.order(signal);
+        while !self.directory.join("ended").exists() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Starts it again.
+    pub fn start_again(&mut self) {
+        self.order("start");
+        self.wait_until_it_answers();
     }
 
     /// Its address, for `DOCKER_HOST`.

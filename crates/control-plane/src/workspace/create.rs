@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::GuestCall;
-use emergent_providers::{Sandbox, SharedProvider};
+use emergent_providers::{ProviderError, Sandbox, SharedProvider};
 use emergent_store::NewWorkspace;
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
 use emergent_wire::workspace::{
@@ -65,7 +65,13 @@ impl Workspaces {
             deployment,
             security: request.security_level.unwrap_or(SecurityLevel::Standard),
         };
-        let plan = placement::plan(wish, &self.known_providers())?;
+        let plan = match placement::plan(wish, &self.known_providers()) {
+            Ok(plan) => plan,
+            Err(_) => {
+                self.recheck_unhealthy().await;
+                placement::plan(wish, &self.known_providers())?
+            }
+        };
         let id = WorkspaceId::generate();
         let environment_sealed = self.key.seal_environment(id, &request.environment);
         let new = NewWorkspace {
@@ -119,8 +125,11 @@ impl Workspaces {
                         .increment(1);
                     let failed =
                         RejectedCandidate { provider: candidate.provider, reason: error.message.clone() };
-                    self.undo(&provider, id).await?;
+                    let removed = provider.destroy(id).await;
                     self.recheck(&provider).await;
+                    if let Err(problem) = removed {
+                        return Err(self.leave_to_recovery(id, error, &problem).await);
+                    }
                     rejected.push(failed.clone());
                     let is_final = error.code == ErrorCode::WrongState || error.code == ErrorCode::GitFailed;
                     failures.push((failed, error));
@@ -181,15 +190,20 @@ impl Workspaces {
         self.store.merge_metadata(id, fields).await.map_err(error_of).map(drop)
     }
 
-    /// Removes what a failed attempt left. A row whose remains can't be removed stays, for recovery.
-    async fn undo(&self, provider: &SharedProvider, id: WorkspaceId) -> Result<(), ErrorDetail> {
-        if let Err(error) = provider.destroy(id).await {
-            let message =
-                format!("creating failed, and so did cleaning up ({error}); it will be tried again");
-            let _ = self.store.set_error(id, &message).await;
-            return Err(ErrorDetail::new(ErrorCode::ProviderFailed, message));
+    /// What a failed attempt made can't be removed now: the row stays, as a removal that was begun.
+    async fn leave_to_recovery(
+        &self,
+        id: WorkspaceId,
+        mut error: ErrorDetail,
+        problem: &ProviderError,
+    ) -> ErrorDetail {
+        error.message = format!("{}; what was made so far can't be removed yet ({problem})", error.message);
+        let all = WorkspaceStatus::ALL;
+        if let Err(error) = self.store.transition(id, all, WorkspaceStatus::Destroying).await {
+            tracing::error!(workspace = %id, %error, "the remains of a failed creation could not be marked");
         }
-        Ok(())
+        let _ = self.store.set_error(id, &error.message).await;
+        error
     }
 
     /// Recovers from a server that ended while it made a workspace: nobody waits for it any more.

@@ -4,11 +4,13 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use emergent_providers::{Health, SharedProvider};
 use emergent_wire::workspace::{
     Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus,
 };
+
+use tokio::sync::Notify;
 
 use super::Workspaces;
 use super::placement::Known;
@@ -18,10 +20,15 @@ pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(30);
 /// A check that takes longer is a failed one.
 const CHECK_WITHIN: Duration = Duration::from_secs(20);
 
+/// A request that finds no provider looks again at those whose last check is older than this.
+const RECHECK_AFTER: TimeDelta = TimeDelta::milliseconds(50);
+
 /// The last check of each provider.
 #[derive(Default)]
 pub(crate) struct HealthBoard {
     checks: Mutex<HashMap<ProviderName, (Health, DateTime<Utc>)>>,
+    /// A provider that was unhealthy is healthy: what waited for it can be done.
+    pub(crate) back: Notify,
 }
 
 impl HealthBoard {
@@ -37,6 +44,9 @@ impl HealthBoard {
             checks.insert(name, (health, Utc::now()))
         };
         let was_healthy = before.map(|(health, _)| health.problem.is_none());
+        if was_healthy == Some(false) && problem.is_none() {
+            self.back.notify_one();
+        }
         if was_healthy != Some(problem.is_none()) {
             match &problem {
                 None => tracing::info!(provider = %name, "the provider is healthy"),
@@ -74,6 +84,16 @@ impl Workspaces {
     /// A provider has just failed: it is looked at again at once.
     pub(super) async fn recheck(&self, provider: &SharedProvider) {
         self.health.note(provider.name(), check(provider).await);
+    }
+
+    /// Looks again at the providers that were found unhealthy a while ago: they may be back.
+    pub(super) async fn recheck_unhealthy(&self) {
+        let is_due = |provider: &&SharedProvider| match self.health.last(provider.name()) {
+            Some((health, at)) => health.problem.is_some() && Utc::now() - at > RECHECK_AFTER,
+            None => true,
+        };
+        futures_util::future::join_all(self.providers().iter().filter(is_due).map(|one| self.recheck(one)))
+            .await;
     }
 
     /// What placement knows.

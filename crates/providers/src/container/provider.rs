@@ -366,10 +366,15 @@ impl WorkspaceProvider for ContainerProvider {
             .remove(&name)
             .await
             .map_err(|error| ProviderError::failed("removing the container", error))?;
-        self.engine
-            .remove_volume(&name)
-            .await
-            .map_err(|error| ProviderError::failed("removing the volume", error))?;
+        match self.engine.remove_volume(&name).await {
+            Ok(()) => {}
+            // Engines that were restarted under running containers (live-restore) may count mounts wrongly and keep the
+            // volume's entry until their next start. What was on it goes all the same, and recovery removes the entry.
+            Err(error) if self.disks.is_ok() && error.to_string().contains("volume has active mounts") => {
+                tracing::warn!(volume = name, "the engine keeps the entry of a volume whose disk is removed");
+            }
+            Err(error) => return Err(ProviderError::failed("removing the volume", error)),
+        }
         if let Ok(disks) = self.disks.clone() {
             let removed = tokio::task::spawn_blocking(move || disks.remove(id)).await;
             removed
