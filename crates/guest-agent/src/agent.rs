@@ -17,7 +17,7 @@ use crate::reaper::Reaper;
 use crate::search::Searches;
 use crate::shell::Shells;
 use crate::workers::{self, Workers};
-use crate::{disk, log};
+use crate::{disk, family, log};
 
 /// How long processes have between SIGTERM and SIGKILL when the sandbox is stopped.
 const STOP_GRACE: Duration = Duration::from_secs(8);
@@ -128,14 +128,14 @@ impl Agent {
         self.shells.close();
         self.searches.discard();
         let deadline = Instant::now() + grace;
-        signal_all(libc::SIGTERM);
+        family::signal_all(libc::SIGTERM);
         while Instant::now() < deadline && others_run() {
             // Ends come through the reaper; there is no wake-up for "no process is left".
             std::thread::sleep(Duration::from_millis(20));
         }
         if others_run() {
             log("processes that ignored SIGTERM are killed");
-            signal_all(libc::SIGKILL);
+            family::signal_all(libc::SIGKILL);
         }
         rustix::fs::sync();
         self.shells.open();
@@ -144,14 +144,6 @@ impl Agent {
 
 fn others_run() -> bool {
     !procfs::processes().is_empty()
-}
-
-/// Signals every process in the sandbox but this one.
-fn signal_all(signal: i32) {
-    if std::process::id() == 1 {
-        // SAFETY: kill has no memory effects. As PID 1 of a PID namespace, -1 means the sandbox's processes.
-        unsafe { libc::kill(-1, signal) };
-    }
 }
 
 /// Blocks until the sandbox is asked to stop.

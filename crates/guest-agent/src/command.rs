@@ -24,12 +24,8 @@ use rustix::process::{Pid, Signal};
 use crate::reaper::{Ended, Exit, Reaper};
 use crate::spawn::{Input, Program, Spawned};
 use crate::wake::Wake;
-use crate::{memory, procfs, workers};
+use crate::{family, memory, workers};
 
-/// Marks every process that a command starts, so that those that left its process group can be found.
-const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
-/// How long killed processes may take to be gone.
-const KILL_TIME: Duration = Duration::from_secs(2);
 /// What a pipe holds at most: what may be left in it when its process has ended.
 const PIPE_BYTES: usize = 64 * 1024;
 
@@ -90,15 +86,11 @@ pub(crate) fn start(
     input: Input,
 ) -> std::io::Result<Started> {
     let tag = uuid::Uuid::new_v4().simple().to_string();
-    let program = Program { path: program, arguments, directory, environment, tag: (TAG_VARIABLE, &tag) };
+    let program =
+        Program { path: program, arguments, directory, environment, tag: (family::TAG_VARIABLE, &tag) };
     let (Spawned { pid, stdin, stdout, stderr }, exit) = reaper.spawn(&program, input)?;
     memory::make_first_victim(pid);
     Ok(Started { pid, tag, exit, stdin, stdout: Some(stdout), stderr: Some(stderr) })
-}
-
-/// The tag of the command that a process belongs to.
-pub(crate) fn tag_of(pid: i32) -> Option<String> {
-    procfs::variable(pid, TAG_VARIABLE)
 }
 
 impl Started {
@@ -109,18 +101,7 @@ impl Started {
         {
             let _ = rustix::process::kill_process_group(group, signal);
         }
-        for process in self.family() {
-            if let Some(pid) = Pid::from_raw(process) {
-                let _ = rustix::process::kill_process(pid, signal);
-            }
-        }
-    }
-
-    /// All processes that carry this command's tag.
-    fn family(&self) -> Vec<i32> {
-        let own = std::process::id().cast_signed();
-        let is_ours = |pid: &i32| *pid != own && tag_of(*pid).as_deref() == Some(&self.tag);
-        procfs::process_ids().filter(is_ours).collect()
+        family::signal(&family::members(&self.tag), signal);
     }
 
     /// Reads the process's output until it has ended.
@@ -243,15 +224,10 @@ impl Started {
         // Orphans end without telling anybody but the reaper, so their end has to be looked for.
         const LOOK_EVERY: Duration = Duration::from_millis(20);
         let deadline = phase.next_deadline().unwrap_or_else(Instant::now);
-        while Instant::now() < deadline && !self.family().is_empty() {
+        while Instant::now() < deadline && !family::members(&self.tag).is_empty() {
             std::thread::sleep(LOOK_EVERY);
         }
-        // More than once: one of them may have forked meanwhile.
-        let deadline = Instant::now() + KILL_TIME;
-        while Instant::now() < deadline && !self.family().is_empty() {
-            self.signal(Signal::KILL);
-            std::thread::sleep(LOOK_EVERY);
-        }
+        family::kill(&self.tag);
     }
 }
 

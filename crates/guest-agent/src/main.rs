@@ -17,6 +17,7 @@ mod command;
 mod connection;
 mod disk;
 mod dispatch;
+mod family;
 mod git;
 mod handover;
 mod memory;

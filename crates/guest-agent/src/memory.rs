@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
 use crate::procfs::{self, Memory};
-use crate::{command, log};
+use crate::{family, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
 const RESERVE_BYTES: u64 = 48 << 20;
@@ -69,26 +69,37 @@ impl MemoryGuard {
         }
     }
 
-    /// Kills the process that uses the most memory, and waits until it is gone.
+    /// Kills the process that uses the most memory, or the command whose many processes do, and waits until it is gone.
     fn kill_largest(&self, memory: Memory) {
         let processes = procfs::processes();
         let Some(largest) = processes.iter().max_by_key(|process| process.resident_bytes) else {
             return;
         };
+        let total = memory.total >> 20;
+        let advice = "use less, or create the workspace with more memory";
+        let family = family::largest(&processes).filter(|(_, bytes)| *bytes > largest.resident_bytes * 2);
+        if let Some((tag, bytes)) = family {
+            let used = bytes >> 20;
+            let note = format!(
+                "out of memory: a command's processes used {used} MiB of the workspace's {total} MiB and were killed; {advice}"
+            );
+            self.remember(0, Some(tag.clone()), &note);
+            log(&note);
+            family::kill(&tag);
+            return;
+        }
         let note = format!(
-            "out of memory: {} (pid {}) used {} MiB of the workspace's {} MiB and was killed; use less, or create the workspace with more memory",
+            "out of memory: {} (pid {}) used {} MiB of the workspace's {total} MiB and was killed; {advice}",
             largest.name,
             largest.pid,
             largest.resident_bytes >> 20,
-            memory.total >> 20,
         );
-        let tag = command::tag_of(largest.pid);
-        self.remember(largest.session, tag, &note);
+        self.remember(largest.session, family::tag_of(largest.pid), &note);
+        log(&note);
         let Some(pid) = Pid::from_raw(largest.pid) else {
             return;
         };
         let _ = rustix::process::kill_process(pid, Signal::KILL);
-        log(&note);
         // What it used is free only when it is gone: until then the next largest must not pay for it.
         let deadline = Instant::now() + RELEASE_TIME;
         while Instant::now() < deadline && rustix::process::test_kill_process(pid).is_ok() {

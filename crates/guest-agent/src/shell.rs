@@ -12,6 +12,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use crate::agent::Agent;
 use crate::command::{self, Started};
 use crate::spawn::Input;
+use crate::{family, log};
 
 /// Shells that wait.
 const WAITING_SHELLS: usize = 3;
@@ -56,12 +57,28 @@ impl Shells {
         }
         let mut environment = agent.environment();
         environment.extend(extra.clone());
-        let started = if command.len() <= MAX_ARGUMENT_BYTES {
-            let arguments = ["-c", command];
-            command::start(&agent.reaper, &program.path, &arguments, directory, &environment, Input::Nothing)
-        } else {
-            start_long(agent, &program, command, directory, &environment)
+        let start = || {
+            if command.len() <= MAX_ARGUMENT_BYTES {
+                let arguments = ["-c", command];
+                command::start(
+                    &agent.reaper,
+                    &program.path,
+                    &arguments,
+                    directory,
+                    &environment,
+                    Input::Nothing,
+                )
+            } else {
+                start_long(agent, &program, command, directory, &environment)
+            }
         };
+        let started = start().or_else(|error| {
+            // What fills the sandbox with processes (a fork bomb) must go, or nothing can ever be done about it.
+            let crowd = (error.raw_os_error() == Some(libc::EAGAIN)).then(family::kill_crowd).flatten();
+            let count = crowd.ok_or(error)?;
+            log(&format!("no room for another process: the {count} processes of a command were killed"));
+            start()
+        });
         started.map_err(|error| cannot_start(&error))
     }
 
@@ -209,7 +226,7 @@ fn cannot_start(error: &std::io::Error) -> ErrorDetail {
     match error.raw_os_error() {
         Some(libc::EAGAIN | libc::ENOMEM) => ErrorDetail::new(
             ErrorCode::LimitReached,
-            "the workspace has no room for another process: end some (see `ps`), or create it with more memory",
+            "the workspace has no room for another process: stop and resume it to end them all",
         ),
         _ => ErrorDetail::new(ErrorCode::Unacceptable, format!("the shell can't be started: {error}")),
     }
