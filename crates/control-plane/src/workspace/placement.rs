@@ -146,6 +146,20 @@ mod tests {
         Known { name, isolation, problem: problem.map(str::to_owned) }
     }
 
+    #[test]
+    fn default_mcp_server_creation_uses_gvisor() {
+        let all = [known(ProviderName::Firecracker, None), known(ProviderName::Gvisor, None)];
+        let wish = |container_type| Wish {
+            container_type,
+            provider: ProviderChoice::Auto,
+            deployment: DeploymentMode::SelfHosted,
+            security: SecurityLevel::Standard,
+        };
+        let first = |container_type| plan(wish(container_type), &all).unwrap().candidates.remove(0);
+        assert_eq!(first(ContainerType::McpServer).provider, ProviderName::Gvisor);
+        assert_eq!(first(ContainerType::AgentWorkspace).provider, ProviderName::Firecracker);
+    }
+
     fn any_wish() -> impl Strategy<Value = Wish> {
         (
             select(ContainerType::ALL),
