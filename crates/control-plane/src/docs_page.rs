@@ -11,16 +11,18 @@ summary{cursor:pointer}summary b{display:inline-block;min-width:4.5rem}table{bor
 td,th{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-top:1px solid #8883}
 .get{color:#2a7ae2}.post{color:#1a8f4c}.delete{color:#c0392b}.dim{opacity:.7}</style></head><body>"#;
 
-/// The page.
-pub(crate) fn render(description: &Value) -> String {
+/// The page. `server` is where the reader reached it.
+pub(crate) fn render(description: &Value, server: &str) -> String {
     let mut page = HEAD.to_owned();
     page += &format!(
-        "<h1>{}</h1><p>{}</p><p>Try it:</p><pre>TOKEN=$(cat DATA_DIR/admin-token)\n\
-         curl -H \"Authorization: Bearer $TOKEN\" -X POST http://127.0.0.1:7171/api/v1/agent/workspaces\n\
-         curl -H \"Authorization: Bearer $TOKEN\" -d '{{\"command\":\"uname -a\"}}' \
-         http://127.0.0.1:7171/api/v1/agent/workspaces/ID/bash</pre>",
+        "<h1>{}</h1><p>{}</p><p>Try it, on the server's machine:</p><pre>\
+         TOKEN=$(cat DATA_DIR/admin-token)   # `emergent serve` prints where\n\
+         API={}/api/v1/agent/workspaces\n\
+         curl -H \"Authorization: Bearer $TOKEN\" -X POST $API\n\
+         curl -H \"Authorization: Bearer $TOKEN\" $API/ID/bash -d '{{\"command\":\"uname -a\"}}'</pre>",
         text(&description["info"]["title"]),
         text(&description["info"]["description"]),
+        escape(server),
     );
     for tag in ["workspaces", "tools", "access", "operations"] {
         page += &format!("<h2>{tag}</h2>");
@@ -144,10 +146,27 @@ fn entries(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flatten()
 }
 
+/// A description; what is in backticks is code.
 fn text(value: &Value) -> String {
-    escape(value.as_str().unwrap_or_default())
+    let escaped = escape(value.as_str().unwrap_or_default());
+    let parts = escaped.split('`').enumerate();
+    parts
+        .map(|(index, part)| if index % 2 == 1 { format!("<code>{part}</code>") } else { part.to_owned() })
+        .collect()
 }
 
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptions_are_text_and_not_markup() {
+        assert_eq!(text(&Value::from("a `b<c>` & d")), "a <code>b&lt;c&gt;</code> &amp; d");
+        let page = render(&serde_json::json!({}), "http://\"><script>");
+        assert!(!page.contains("<script>"));
+    }
 }

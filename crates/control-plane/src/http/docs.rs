@@ -1,7 +1,7 @@
 //! The API's description: for programs and for people.
 
 use axum::Router;
-use axum::http::header;
+use axum::http::{HeaderMap, header};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 
@@ -22,7 +22,10 @@ pub(super) fn pages() -> Router<App> {
         .route("/", get(|| async { axum::response::Redirect::to("/api/docs") }))
 }
 
-async fn page() -> Html<String> {
+async fn page(headers: HeaderMap) -> Response {
     let description = serde_json::to_value(super::openapi()).unwrap_or_default();
-    Html(crate::docs_page::render(&description))
+    let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("127.0.0.1:7171");
+    let page = crate::docs_page::render(&description, &format!("http://{host}"));
+    let policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'";
+    ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()
 }
