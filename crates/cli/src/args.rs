@@ -104,7 +104,8 @@ mod tests {
     fn tokens_in_the_environment_are_never_shown_in_help() {
         fn walk(command: &clap::Command) {
             for argument in command.get_arguments() {
-                assert!(argument.get_env().is_none() || argument.is_hide_env_values_set(), "{argument}");
+                let id = argument.get_id();
+                assert!(argument.get_env().is_none() || argument.is_hide_env_values_set(), "{id}");
             }
             command.get_subcommands().for_each(walk);
         }

@@ -39,7 +39,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
     /// The configuration file [default: emergent.toml in the working directory, if there is one]
-    #[arg(long, value_name = "FILE", env = "EMERGENT_CONFIG")]
+    #[arg(long, value_name = "FILE", env = "EMERGENT_CONFIG", hide_env_values = true)]
     config: Option<PathBuf>,
     /// Allow workspaces in plain containers (`--provider docker`), which share the host's kernel
     #[arg(long)]
