@@ -42,6 +42,28 @@ async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands
 }
 
 #[tokio::test]
+async fn every_call_that_was_answered_is_in_the_audit_log_of_a_killed_server() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    for round in 1..=3 {
+        let calls = (0..10).map(|number| {
+            let write = json!({ "file_path": format!("file{number}"), "content": "x" });
+            let (server, id) = (&server, &id);
+            async move { server.tool(id, "write", write).await.ok() }
+        });
+        futures_util::future::join_all(calls).await;
+        server.kill();
+        server.start_again().await;
+        let path = format!("/api/v1/audit?tool=write&workspace_id={id}&limit=500");
+        let found = server.request("GET", &path, None).await.ok();
+        assert_eq!(found["records"].as_array().map(Vec::len), Some(round * 10), "{found}");
+        assert_eq!(server.request("GET", "/api/v1/audit/verify", None).await.ok()["ok"], true);
+    }
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
 async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
     let mut server = TestServer::start(BINARY).await;
     let doomed = server.create(json!({})).await;

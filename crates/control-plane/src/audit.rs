@@ -1,20 +1,31 @@
-//! The audit log's one writer: calls hand their entries over and go on; a task writes them in batches, in order.
+//! The audit log's one writer: calls hand their entries over and are answered when they are written, so that a server
+//! that is killed has no call answered that the log does not know. A task writes what has come meanwhile in one batch.
+//!
+//! A database that can't be written must not stop everything: then calls are answered after a while all the same, and
+//! their entries wait in the queue. Only when that is full is an entry lost, which is logged and counted.
 
 use std::time::Duration;
 
 use emergent_store::{AuditEntry, Store};
 use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
 
-/// Entries that may wait; a full queue holds calls back rather than losing their entries.
+/// Entries that may wait.
 const QUEUED: usize = 4096;
 /// Entries in one transaction.
 const BATCH: usize = 256;
 /// After a failure to write.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// How long a call waits for its entry.
+const PATIENCE: Duration = Duration::from_secs(1);
 
-enum Item {
-    Entry(Box<AuditEntry>),
-    Flush(oneshot::Sender<()>),
+/// How long a reader of the log, or the end of the server, waits for what is under way.
+const FLUSH_TIME: Duration = Duration::from_secs(10);
+
+/// An entry, and whom to tell when it is written.
+struct Item {
+    entry: Option<Box<AuditEntry>>,
+    written: oneshot::Sender<()>,
 }
 
 /// Where calls hand their entries over.
@@ -31,16 +42,23 @@ impl Audit {
         Self { queue }
     }
 
-    /// Hands an entry over.
+    /// Hands an entry over and waits until it is written.
     pub(crate) async fn record(&self, entry: AuditEntry) {
-        let _ = self.queue.send(Item::Entry(Box::new(entry))).await;
+        let (done, written) = oneshot::channel();
+        let item = Item { entry: Some(Box::new(entry)), written: done };
+        if self.queue.send_timeout(item, PATIENCE).await.is_err() {
+            tracing::error!("an audit entry was lost: the audit log can't be written and too many wait");
+            metrics::counter!("emergent_audit_lost_total").increment(1);
+            return;
+        }
+        let _ = timeout(PATIENCE, written).await;
     }
 
-    /// Waits until everything handed over so far is written.
+    /// Waits until everything handed over so far is written, if it can be.
     pub(crate) async fn flush(&self) {
         let (done, written) = oneshot::channel();
-        if self.queue.send(Item::Flush(done)).await.is_ok() {
-            let _ = written.await;
+        if self.queue.send_timeout(Item { entry: None, written: done }, FLUSH_TIME).await.is_ok() {
+            let _ = timeout(FLUSH_TIME, written).await;
         }
     }
 }
@@ -48,14 +66,8 @@ impl Audit {
 async fn write(store: Store, mut queue: mpsc::Receiver<Item>) {
     let mut items = Vec::with_capacity(BATCH);
     while queue.recv_many(&mut items, BATCH).await > 0 {
-        let mut entries = Vec::with_capacity(items.len());
-        let mut flushes = Vec::new();
-        for item in items.drain(..) {
-            match item {
-                Item::Entry(entry) => entries.push(*entry),
-                Item::Flush(done) => flushes.push(done),
-            }
-        }
+        let entries: Vec<AuditEntry> =
+            items.iter_mut().filter_map(|item| item.entry.take()).map(|entry| *entry).collect();
         if !entries.is_empty() {
             while let Err(error) = store.append_audits(entries.clone()).await {
                 tracing::error!(%error, entries = entries.len(), "the audit log can't be written; retrying");
@@ -63,8 +75,8 @@ async fn write(store: Store, mut queue: mpsc::Receiver<Item>) {
                 tokio::time::sleep(RETRY_AFTER).await;
             }
         }
-        for done in flushes {
-            let _ = done.send(());
+        for item in items.drain(..) {
+            let _ = item.written.send(());
         }
     }
 }

@@ -1,8 +1,8 @@
 //! The two engines behind one face.
 //!
 //! [`Db`] holds the pools; the macros run one body on a connection of whichever engine there is. On SQLite all
-//! writes go through one connection, so they queue in the pool and never meet a busy database; reads have
-//! connections of their own and see the last commit (WAL). On PostgreSQL a [`Lock`] gives the few operations
+//! writes but those of the audit log go through one connection, so they queue in the pool and meet a busy database
+//! for the moment of an audit commit at most; reads have connections of their own and see the last commit (WAL). On PostgreSQL a [`Lock`] gives the few operations
 //! that must not run side by side the same order.
 
 use sqlx::{PgPool, SqlitePool};
@@ -12,6 +12,8 @@ pub(crate) enum Db {
     Sqlite {
         /// One connection.
         write: SqlitePool,
+        /// One connection that appends to the audit log and does not wait for the disk.
+        audit: SqlitePool,
         /// Several, which refuse to write.
         read: SqlitePool,
     },
@@ -86,9 +88,10 @@ macro_rules! in_transaction {
     ($db:expr, $lock:expr, |$connection:ident| $body:expr) => {{
         let lock: $crate::db::Lock = $lock;
         match $db {
-            $crate::db::Db::Sqlite { write, .. } => {
+            $crate::db::Db::Sqlite { write, audit, .. } => {
+                let pool = if matches!(lock, $crate::db::Lock::Audit) { audit } else { write };
                 // IMMEDIATE: a transaction that reads first can't fail later for want of the write lock.
-                let transaction = write.begin_with("BEGIN IMMEDIATE").await?;
+                let transaction = pool.begin_with("BEGIN IMMEDIATE").await?;
                 $crate::db::finish!(transaction, |$connection| $body)
             }
             $crate::db::Db::Postgres(pool) => {

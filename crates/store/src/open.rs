@@ -1,8 +1,7 @@
 //! Opens and closes the store.
 //!
-//! SQLite: write-ahead log with `synchronous=FULL` (each commit is on disk before it is answered; calls that
-//! come often, such as audit rows and last-used times, are batched or coalesced by their callers), foreign keys
-//! on, one writing and a few reading connections, the file readable by its owner only.
+//! SQLite: write-ahead log with `synchronous=FULL` (each commit is on disk before it is answered, but for audit
+//! rows, see there; last-used times are coalesced by their callers), foreign keys on, one writing and a few reading connections, the file readable by its owner only.
 //! PostgreSQL: migrations on a connection with the default search path, then a pool whose search path is
 //! `kb,core`, so that the queries name their tables without a schema.
 
@@ -112,8 +111,9 @@ impl Store {
     /// Waits for the calls that are under way, then closes the database. Later calls fail.
     pub async fn close(&self) {
         match self.db() {
-            Db::Sqlite { write, read } => {
+            Db::Sqlite { write, audit, read } => {
                 read.close().await;
+                audit.close().await;
                 write.close().await;
             }
             Db::Postgres(pool) => pool.close().await,
@@ -150,9 +150,11 @@ async fn open_sqlite(path: &Path) -> Result<(Db, ProcessLock)> {
     };
     let write = pool().max_connections(1).connect_with(options.clone()).await?;
     migrate::sqlite(&mut *write.acquire().await?).await?;
+    let unhurried = options.clone().synchronous(SqliteSynchronous::Normal);
+    let audit = pool().max_connections(1).connect_with(unhurried).await?;
     let read =
         pool().max_connections(SQLITE_READERS).connect_with(options.pragma("query_only", "ON")).await?;
-    Ok((Db::Sqlite { write, read }, lock))
+    Ok((Db::Sqlite { write, audit, read }, lock))
 }
 
 async fn open_postgres(url: &SecretString) -> Result<Db> {
