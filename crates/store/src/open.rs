@@ -133,7 +133,7 @@ impl Store {
 
 async fn open_sqlite(path: &Path) -> Result<(Db, ProcessLock)> {
     let path = real_path(path)?;
-    let lock = ProcessLock::take(&path)?;
+    let lock = ProcessLock::wait(&path).await?;
     make_private(&path)?;
     let options = SqliteConnectOptions::new()
         .filename(&path)
