@@ -14,6 +14,8 @@ CACHE_DIR := $(or $(EMERGENT_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/e
 ifeq ($(CI),true)
 export CARGO_TARGET_DIR ?= $(CACHE_DIR)/target
 export CARGO_INCREMENTAL ?= 0
+# What was compiled in an earlier clone must find its snapshots in this one.
+export INSTA_WORKSPACE_ROOT := $(CURDIR)
 endif
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 

@@ -17,8 +17,9 @@ const BINARIES: [(&str, &str, &str, &str); 2] = [
 
 fn main() {
     let output = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let root =
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the workspace exists");
+    // Asked for now, not when this was compiled: clones at different places may share a target directory.
+    let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
+    let root = manifest.join("../..").canonicalize().expect("the workspace exists");
     for source in SOURCES {
         println!("cargo::rerun-if-changed={}", root.join("crates").join(source).display());
     }
