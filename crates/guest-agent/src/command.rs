@@ -115,6 +115,7 @@ impl Started {
         wake: &Arc<Wake>,
         drain: &Drain,
     ) -> Outcome {
+        // Only a search's reply is ever complete before the end, and searches are followed, not run.
         let outcome = loop {
             if let Some(outcome) = self.follow(sink, timeout, stop, wake) {
                 break outcome;

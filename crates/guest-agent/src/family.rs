@@ -11,6 +11,8 @@ use crate::procfs::{self, Process};
 pub(crate) const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
 /// How long killed processes may take to be gone.
 const KILL_TIME: Duration = Duration::from_secs(3);
+/// Rounds of killing before the rest of the sandbox is stopped for a moment.
+const PATIENT_ROUNDS: usize = 5;
 /// A family of fewer processes is not what fills the sandbox.
 const CROWD: usize = 100;
 
@@ -32,14 +34,18 @@ pub(crate) fn signal(pids: &[i32], signal: Signal) {
     }
 }
 
-/// Kills a family, also one that forks faster than it can be killed: for that moment everything else is stopped.
+/// Kills a family, also one that forks faster than it can be killed: when it is still there after a few rounds,
+/// everything in the sandbox is stopped while the next one looks for it.
 pub(crate) fn kill(tag: &str) {
     let deadline = Instant::now() + KILL_TIME;
-    let mut frozen = false;
-    loop {
+    for round in 0.. {
+        let freeze = round >= PATIENT_ROUNDS;
+        if freeze {
+            signal_all(libc::SIGSTOP);
+        }
         let members = members(tag);
         signal(&members, Signal::KILL);
-        if frozen {
+        if freeze {
             signal_all(libc::SIGCONT);
         }
         if members.is_empty() || Instant::now() >= deadline {
@@ -47,8 +53,6 @@ pub(crate) fn kill(tag: &str) {
         }
         // The end of orphans is seen by the reaper alone, so it has to be looked for.
         std::thread::sleep(Duration::from_millis(20));
-        frozen = true;
-        signal_all(libc::SIGSTOP);
     }
 }
 

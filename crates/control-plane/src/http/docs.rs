@@ -1,6 +1,7 @@
 //! The API's description: for programs and for people.
 
 use axum::Router;
+use axum::extract::State;
 use axum::http::{HeaderMap, header};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
@@ -22,10 +23,11 @@ pub(super) fn pages() -> Router<App> {
         .route("/", get(|| async { axum::response::Redirect::to("/api/docs") }))
 }
 
-async fn page(headers: HeaderMap) -> Response {
+async fn page(State(app): State<App>, headers: HeaderMap) -> Response {
     let description = serde_json::to_value(super::openapi()).unwrap_or_default();
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("127.0.0.1:7171");
-    let page = crate::docs_page::render(&description, &format!("http://{host}"));
+    let scheme = if app.workspaces.settings.tls.certificate.is_some() { "https" } else { "http" };
+    let page = crate::docs_page::render(&description, &format!("{scheme}://{host}"));
     let policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'";
     ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()
 }
