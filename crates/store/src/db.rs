@@ -30,6 +30,8 @@ pub(crate) enum Lock {
     WorkspaceLimit,
     /// Append to the audit chain.
     Audit,
+    /// Count the spares and add one.
+    Pool,
     /// The rows that the transaction touches are protection enough.
     None,
 }
@@ -42,6 +44,7 @@ impl Lock {
             Lock::Migrate => Some(BASE + 1),
             Lock::WorkspaceLimit => Some(BASE + 2),
             Lock::Audit => Some(BASE + 3),
+            Lock::Pool => Some(BASE + 4),
             Lock::None => None,
         }
     }

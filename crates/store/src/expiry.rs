@@ -22,7 +22,8 @@ impl Store {
         let expires_at = expiry(now, self.ttl(id).await?).map(DbTime::new);
         in_transaction!(self.db(), Lock::None, |connection| {
             let row = sqlx::query(concat!(
-                "UPDATE agent_workspaces SET status = 'ready', error = NULL, last_used_at = $2, expires_at = $3
+                "UPDATE agent_workspaces SET status = 'ready', error = NULL, last_used_at = $2, expires_at = $3,
+                     owner = NULL
                  WHERE id = $1 AND status <> 'destroying' RETURNING ",
                 columns!()
             ))
@@ -83,17 +84,51 @@ impl Store {
     pub async fn expire(&self, id: WorkspaceId, now: DateTime<Utc>) -> Result<bool> {
         let expired = writing!(self.db(), |connection| {
             sqlx::query(
-                "UPDATE agent_workspaces SET status = 'destroying'
+                "UPDATE agent_workspaces SET status = 'destroying', owner = $3
                  WHERE id = $1 AND expires_at <= $2 AND container_type = 'agent_workspace'
                    AND status IN ('ready', 'stopped', 'error')",
             )
             .bind(DbUuid(id.0))
             .bind(DbTime::new(now))
+            .bind(DbUuid(self.server().0))
             .execute(&mut *connection)
             .await?
             .rows_affected()
         });
         Ok(expired == 1)
+    }
+
+    /// Ready agent workspaces that were last used before `before`.
+    pub async fn unused_since(&self, before: DateTime<Utc>, limit: u32) -> Result<Vec<WorkspaceId>> {
+        reading!(self.db(), |connection| {
+            let rows = sqlx::query(
+                "SELECT id FROM agent_workspaces
+                 WHERE last_used_at < $1 AND container_type = 'agent_workspace' AND status = 'ready'
+                 ORDER BY last_used_at, id LIMIT $2",
+            )
+            .bind(DbTime::new(before))
+            .bind(i64::from(limit))
+            .fetch_all(&mut *connection)
+            .await?;
+            rows.iter().map(|row| Reader::by_id(row, TABLE).uuid("id").map(WorkspaceId)).collect()
+        })
+    }
+
+    /// Begins to stop a workspace if it was not used since `before`; `false` if it was.
+    pub async fn stop_if_unused(&self, id: WorkspaceId, before: DateTime<Utc>) -> Result<bool> {
+        let stopped = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE agent_workspaces SET status = 'stopping', owner = $3
+                 WHERE id = $1 AND last_used_at < $2 AND container_type = 'agent_workspace' AND status = 'ready'",
+            )
+            .bind(DbUuid(id.0))
+            .bind(DbTime::new(before))
+            .bind(DbUuid(self.server().0))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(stopped == 1)
     }
 
     async fn ttl(&self, id: WorkspaceId) -> Result<Option<u64>> {

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use emergent_wire::id::ServerId;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
@@ -69,6 +70,7 @@ struct Inner {
     db: Db,
     lock: Mutex<Option<ProcessLock>>,
     known_tokens: KnownTokens,
+    server: ServerId,
 }
 
 impl fmt::Debug for Store {
@@ -92,7 +94,8 @@ impl Store {
         };
         let kept_for = if lock.is_some() { known_tokens::ALONE } else { known_tokens::SHARED };
         let known_tokens = KnownTokens::new(kept_for);
-        Ok(Self { inner: Arc::new(Inner { db, lock: Mutex::new(lock), known_tokens }) })
+        let server = ServerId::generate();
+        Ok(Self { inner: Arc::new(Inner { db, lock: Mutex::new(lock), known_tokens, server }) })
     }
 
     /// Whether the database answers.
@@ -124,6 +127,10 @@ impl Store {
 
     pub(crate) fn db(&self) -> &Db {
         &self.inner.db
+    }
+
+    pub(crate) fn server_id(&self) -> ServerId {
+        self.inner.server
     }
 
     pub(crate) fn known_tokens(&self) -> &KnownTokens {

@@ -6,7 +6,7 @@
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::WorkspaceId;
-use emergent_wire::id::SessionId;
+use emergent_wire::id::{ServerId, SessionId};
 use emergent_wire::workspace::{
     ContainerType, DeploymentMode, Lifecycle, NetworkMode, ProviderName, ResourceLimits, Workspace,
     WorkspaceStatus,
@@ -23,7 +23,7 @@ macro_rules! columns {
     () => {
         "id, agent_session_id, container_type, provider, provider_workspace_id, repository_url, branch, \
          deployment_mode, lifecycle, status, created_at, last_used_at, expires_at, resource_limits, snapshot_id, \
-         mcp_config, metadata, image, network, ttl_seconds, placement, error"
+         mcp_config, metadata, image, network, ttl_seconds, placement, error, owner, attached_to, attached_at"
     };
 }
 pub(crate) use columns;
@@ -102,6 +102,8 @@ pub struct WorkspaceRecord {
     pub ttl_seconds: Option<u64>,
     /// What failed last; none once it is ready again.
     pub error: Option<String>,
+    /// The server that is changing it.
+    pub owner: Option<ServerId>,
 }
 
 /// Which workspaces to list; all unless said otherwise.
@@ -148,8 +150,13 @@ impl WorkspaceRecord {
             mcp_config: row.json_or_null("mcp_config")?,
             metadata: Value::Object(metadata),
             placement: row.json_or_null("placement")?,
+            attached_to: row.text_or_null("attached_to")?,
+            attached_at: row.time_or_null("attached_at")?,
+            usage: None,
         };
-        Ok(Self { workspace, image, network, ttl_seconds: row.unsigned_or_null("ttl_seconds")?, error })
+        let owner = row.uuid_or_null("owner")?.map(ServerId);
+        let ttl_seconds = row.unsigned_or_null("ttl_seconds")?;
+        Ok(Self { workspace, image, network, ttl_seconds, error, owner })
     }
 }
 

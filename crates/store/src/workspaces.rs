@@ -47,7 +47,87 @@ macro_rules! updated_or_why {
         }
     };
 }
-pub(crate) use {status_of, updated_or_why};
+
+/// Who holds a workspace; or why it can't be held.
+macro_rules! holder_of {
+    ($connection:expr, $id:expr) => {{
+        let row = sqlx::query("SELECT status, attached_to FROM agent_workspaces WHERE id = $1")
+            .bind(DbUuid($id.0))
+            .fetch_optional(&mut *$connection)
+            .await?;
+        let row = row.ok_or_else(|| StoreError::no_workspace($id))?;
+        let row = Reader::with_key(&row, TABLE, $id);
+        match row.text_or_null("attached_to")? {
+            Some(holder) => Ok(Err(holder)),
+            None => Err(StoreError::WrongState { id: $id, status: row.name("status")? }),
+        }
+    }};
+}
+
+/// Refuses one more agent workspace when the limit is reached. Must run under [`Lock::WorkspaceLimit`].
+macro_rules! check_limit {
+    ($connection:expr, $limit:expr) => {
+        if let Some(limit) = $limit {
+            let current: i64 = sqlx::query_scalar(
+                "SELECT COUNT(*) FROM agent_workspaces
+                 WHERE container_type = 'agent_workspace' AND status <> 'destroying'",
+            )
+            .fetch_one(&mut *$connection)
+            .await?;
+            if current >= i64::from(limit) {
+                let current = current.unsigned_abs();
+                return Err(StoreError::LimitReached { limit, current });
+            }
+        }
+    };
+}
+
+/// Writes the row of a workspace that is about to be made, on a provider or not yet; no row: its id is taken.
+macro_rules! insert_workspace {
+    ($connection:expr, $new:expr, $server:expr, $placed:expr) => {{
+        let new = &$new;
+        let placed = $placed;
+        let created_at = DbTime::new(new.created_at);
+        let expires_at = expiry(new.created_at, new.ttl_seconds).map(DbTime::new);
+        let metadata = clean_json(serde_json::Value::Object(new.metadata.clone()));
+        let placement =
+            placed.map(|(_, _, placement)| clean_json(serde_json::to_value(placement).unwrap_or_default()));
+        sqlx::query(concat!(
+            "INSERT INTO agent_workspaces (id, agent_session_id, container_type, provider,
+                 provider_workspace_id, repository_url, branch, deployment_mode, lifecycle, status,
+                 created_at, last_used_at, expires_at, resource_limits, snapshot_id, mcp_config, metadata,
+                 image, network, environment_sealed, ttl_seconds, placement, owner)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, 'creating', $10, $10, $11, $12, $13, $14, $15, $16,
+                 $17, $18, $19, $20, $21)
+             ON CONFLICT (id) DO NOTHING RETURNING ",
+            columns!()
+        ))
+        .bind(DbUuid(new.id.0))
+        .bind(new.agent_session_id.map(|id| DbUuid(id.0)))
+        .bind(new.container_type.as_str())
+        .bind(placed.map_or("", |(provider, _, _)| provider.as_str()))
+        .bind(clean(placed.map_or("", |(_, name, _)| name)))
+        .bind(new.repository_url.as_deref().map(clean))
+        .bind(new.branch.as_deref().map(clean))
+        .bind(new.deployment_mode.as_str())
+        .bind(new.lifecycle.as_str())
+        .bind(created_at)
+        .bind(expires_at)
+        .bind(Json(&new.resource_limits))
+        .bind(new.snapshot_id.as_deref().map(clean))
+        .bind(new.mcp_config.clone().map(clean_json).map(Json))
+        .bind(Json(&metadata))
+        .bind(clean(&new.image))
+        .bind(new.network.as_str())
+        .bind(new.environment_sealed.as_deref())
+        .bind(new.ttl_seconds.map(|ttl| i64::try_from(ttl).unwrap_or(i64::MAX)))
+        .bind(placement.map(Json))
+        .bind(DbUuid($server.0))
+        .fetch_optional(&mut *$connection)
+        .await?
+    }};
+}
+pub(crate) use {check_limit, insert_workspace, status_of, updated_or_why};
 
 impl Store {
     /// Writes down that a workspace is about to be made. With a `limit`, and for an agent workspace, only while
@@ -55,52 +135,10 @@ impl Store {
     pub async fn insert_creating(&self, new: NewWorkspace, limit: Option<u32>) -> Result<Workspace> {
         let limit = limit.filter(|_| new.container_type == ContainerType::AgentWorkspace);
         let lock = if limit.is_some() { Lock::WorkspaceLimit } else { Lock::None };
-        let created_at = DbTime::new(new.created_at);
-        let expires_at = expiry(new.created_at, new.ttl_seconds).map(DbTime::new);
-        let ttl_seconds = new.ttl_seconds.map(|ttl| i64::try_from(ttl).unwrap_or(i64::MAX));
-        let metadata = clean_json(Value::Object(new.metadata));
         let inserted = in_transaction!(self.db(), lock, |connection| {
-            if let Some(limit) = limit {
-                let current: i64 = sqlx::query_scalar(
-                    "SELECT COUNT(*) FROM agent_workspaces
-                     WHERE container_type = 'agent_workspace' AND status <> 'destroying'",
-                )
-                .fetch_one(&mut *connection)
-                .await?;
-                if current >= i64::from(limit) {
-                    let current = current.unsigned_abs();
-                    return Err(StoreError::LimitReached { limit, current });
-                }
-            }
-            let row = sqlx::query(concat!(
-                "INSERT INTO agent_workspaces (id, agent_session_id, container_type, provider,
-                     provider_workspace_id, repository_url, branch, deployment_mode, lifecycle, status,
-                     created_at, last_used_at, expires_at, resource_limits, snapshot_id, mcp_config, metadata,
-                     image, network, environment_sealed, ttl_seconds)
-                 VALUES ($1, $2, $3, '', '', $4, $5, $6, $7, 'creating', $8, $8, $9, $10, $11, $12, $13, $14,
-                     $15, $16, $17)
-                 ON CONFLICT (id) DO NOTHING RETURNING ",
-                columns!()
-            ))
-            .bind(DbUuid(new.id.0))
-            .bind(new.agent_session_id.map(|id| DbUuid(id.0)))
-            .bind(new.container_type.as_str())
-            .bind(new.repository_url.as_deref().map(clean))
-            .bind(new.branch.as_deref().map(clean))
-            .bind(new.deployment_mode.as_str())
-            .bind(new.lifecycle.as_str())
-            .bind(created_at)
-            .bind(expires_at)
-            .bind(Json(&new.resource_limits))
-            .bind(new.snapshot_id.as_deref().map(clean))
-            .bind(new.mcp_config.clone().map(clean_json).map(Json))
-            .bind(Json(&metadata))
-            .bind(clean(&new.image))
-            .bind(new.network.as_str())
-            .bind(new.environment_sealed.as_deref())
-            .bind(ttl_seconds)
-            .fetch_optional(&mut *connection)
-            .await?;
+            check_limit!(connection, limit);
+            let placed: Option<(ProviderName, &str, &Placement)> = None;
+            let row = insert_workspace!(connection, new, self.server(), placed);
             match row {
                 Some(row) => Ok(WorkspaceRecord::from_row(&row)?.workspace),
                 None => Err(StoreError::Conflict { kind: "workspace", name: new.id.to_string() }),
@@ -206,7 +244,7 @@ impl Store {
     }
 
     /// Changes the status from one of `from` to `to`, or says which status it has. Becoming ready clears the
-    /// last error.
+    /// last error. A status that is on its way makes this server the one that changes the row; any other ends that.
     pub async fn transition(
         &self,
         id: WorkspaceId,
@@ -217,7 +255,8 @@ impl Store {
         in_transaction!(self.db(), Lock::None, |connection| {
             let row = sqlx::query(concat!(
                 "UPDATE agent_workspaces
-                 SET status = $2, error = CASE WHEN $2 = 'ready' THEN NULL ELSE error END
+                 SET status = $2, error = CASE WHEN $2 = 'ready' THEN NULL ELSE error END,
+                     owner = CASE WHEN $2 IN ('stopping', 'destroying') THEN $9 END
                  WHERE id = $1 AND status IN ($3, $4, $5, $6, $7, $8) RETURNING ",
                 columns!()
             ))
@@ -229,6 +268,7 @@ impl Store {
             .bind(d)
             .bind(e)
             .bind(f)
+            .bind(DbUuid(self.server().0))
             .fetch_optional(&mut *connection)
             .await?;
             updated_or_why!(connection, id, row)
@@ -265,7 +305,7 @@ impl Store {
         in_transaction!(self.db(), Lock::None, |connection| {
             let row = sqlx::query(concat!(
                 "UPDATE agent_workspaces
-                 SET error = $2, status = CASE WHEN status = 'destroying' THEN status ELSE 'error' END
+                 SET error = $2, status = CASE WHEN status = 'destroying' THEN status ELSE 'error' END, owner = NULL
                  WHERE id = $1 RETURNING ",
                 columns!()
             ))
@@ -274,6 +314,57 @@ impl Store {
             .fetch_optional(&mut *connection)
             .await?;
             updated_or_why!(connection, id, row)
+        })
+    }
+
+    /// Lets `holder` hold the workspace, if nobody else does; otherwise says who does.
+    pub async fn attach(
+        &self,
+        id: WorkspaceId,
+        holder: &str,
+        now: DateTime<Utc>,
+    ) -> Result<std::result::Result<Workspace, String>> {
+        in_transaction!(self.db(), Lock::None, |connection| {
+            let row = sqlx::query(concat!(
+                "UPDATE agent_workspaces
+                 SET attached_to = $2, attached_at = CASE WHEN attached_to = $2 THEN attached_at ELSE $3 END
+                 WHERE id = $1 AND status <> 'destroying' AND (attached_to IS NULL OR attached_to = $2)
+                 RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(id.0))
+            .bind(clean(holder))
+            .bind(DbTime::new(now))
+            .fetch_optional(&mut *connection)
+            .await?;
+            if let Some(row) = row {
+                return Ok(Ok(WorkspaceRecord::from_row(&row)?.workspace));
+            }
+            holder_of!(connection, id)
+        })
+    }
+
+    /// Ends the hold of `holder`, or of anybody; says who holds it if that is somebody else. A workspace that nobody
+    /// holds is let go all the same.
+    pub async fn detach(
+        &self,
+        id: WorkspaceId,
+        holder: Option<&str>,
+    ) -> Result<std::result::Result<Workspace, String>> {
+        in_transaction!(self.db(), Lock::None, |connection| {
+            let row = sqlx::query(concat!(
+                "UPDATE agent_workspaces SET attached_to = NULL, attached_at = NULL
+                 WHERE id = $1 AND (attached_to IS NULL OR $2 IS NULL OR attached_to = $2) RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(id.0))
+            .bind(holder.map(clean))
+            .fetch_optional(&mut *connection)
+            .await?;
+            if let Some(row) = row {
+                return Ok(Ok(WorkspaceRecord::from_row(&row)?.workspace));
+            }
+            holder_of!(connection, id)
         })
     }
 

@@ -57,3 +57,11 @@ uuid_id!(
     /// One installation of the server: all that it creates outside its database carries this id.
     InstallationId
 );
+uuid_id!(
+    /// One copy of a workspace's files.
+    SnapshotId
+);
+uuid_id!(
+    /// One run of the server.
+    ServerId
+);

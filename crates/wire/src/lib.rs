@@ -8,12 +8,16 @@
 
 pub mod access;
 pub mod error;
+pub mod event;
 pub mod git;
 pub mod id;
+pub mod names;
+pub mod pool;
 pub mod size;
+pub mod snapshot;
 pub mod tools;
 pub mod workspace;
 
 pub use error::{ErrorCode, ErrorDetail};
-pub use id::{OperationId, TokenId, WorkspaceId};
+pub use id::{OperationId, SnapshotId, TokenId, WorkspaceId};
 pub use size::{ByteSize, CpuCount};

@@ -1,66 +1,18 @@
 //! Workspaces as the REST API and the store see them.
 
 use std::collections::BTreeMap;
-use std::fmt;
-use std::str::FromStr;
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{SessionId, WorkspaceId};
+use crate::names::names;
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::check_environment;
 
 /// The image a workspace has when the request names none.
 pub const DEFAULT_IMAGE: &str = "emergent/workspace:latest";
-
-/// A closed set of names that is written the same in JSON, in the database and on the command line.
-macro_rules! names {
-    ($(#[$doc:meta])* $type:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),* $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
-        pub enum $type {
-            $($(#[$vdoc])* #[serde(rename = $text)] $variant,)*
-        }
-
-        impl $type {
-            /// All of them.
-            pub const ALL: &[$type] = &[$($type::$variant),*];
-
-            /// The name as it is written everywhere.
-            pub const fn as_str(self) -> &'static str {
-                match self { $($type::$variant => $text,)* }
-            }
-        }
-
-        impl fmt::Display for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.as_str())
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = UnknownName;
-
-            fn from_str(text: &str) -> Result<Self, UnknownName> {
-                Self::ALL.iter().copied().find(|name| name.as_str() == text).ok_or_else(|| UnknownName {
-                    given: text.chars().take(64).collect(),
-                    known: concat!($("'", $text, "' "),*).trim_end(),
-                })
-            }
-        }
-    };
-}
-
-/// A text that is not one of a set of names.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("'{given}' is none of {known}")]
-pub struct UnknownName {
-    given: String,
-    known: &'static str,
-}
 
 names!(
     /// What kind of thing runs in the sandbox.
@@ -402,6 +354,71 @@ pub struct Workspace {
     pub metadata: serde_json::Value,
     /// Why it is where it is; null until a provider is chosen.
     pub placement: Option<Placement>,
+    /// Who holds it for itself; null: nobody.
+    pub attached_to: Option<String>,
+    /// Since when.
+    pub attached_at: Option<DateTime<Utc>>,
+    /// What it uses now; only when one workspace is asked for, and it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usage: Option<Usage>,
+}
+
+/// What a workspace uses.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Usage {
+    /// CPUs in use, averaged since the last look; null at the first.
+    pub cpu: Option<f64>,
+    /// Memory in use, in bytes.
+    pub memory_bytes: u64,
+    /// The memory limit.
+    pub memory_limit_bytes: u64,
+    /// Disk in use under `/workspace`, in bytes.
+    pub disk_bytes: u64,
+    /// The disk limit.
+    pub disk_limit_bytes: u64,
+    /// Processes.
+    pub processes: u64,
+    /// Commands that run in the background.
+    pub running_operations: u64,
+    /// When this was measured.
+    pub measured_at: DateTime<Utc>,
+}
+
+/// Asks to hold a workspace for oneself.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AttachRequest {
+    /// Who holds it, such as an agent's or a session's name; the token's name unless given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<String>,
+}
+
+/// Lets a workspace go.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct DetachRequest {
+    /// Who held it; the token's name unless given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub holder: Option<String>,
+    /// Take it from whoever holds it.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// The longest name of a holder.
+pub const MAX_HOLDER_BYTES: usize = 200;
+
+/// Refuses a name of a holder that could not be shown.
+pub fn check_holder(holder: &str) -> Result<(), ErrorDetail> {
+    if holder.is_empty() || holder.len() > MAX_HOLDER_BYTES || holder.chars().any(char::is_control) {
+        let message =
+            format!("holder is empty, over {MAX_HOLDER_BYTES} bytes or has a control character in it");
+        return Err(ErrorDetail::new(ErrorCode::BadRequest, message));
+    }
+    Ok(())
 }
 
 /// A page of workspaces.

@@ -56,11 +56,36 @@ pub(crate) async fn only_what_is_overdue_and_idle_expires(db: TestDb) {
             assert!(!store.expire(id, later).await.unwrap(), "{status}");
         }
     }
-    // A server never expires, even if somebody gave it a time to live.
-    let server = NewWorkspace { ttl_seconds: Some(1), created_at: start(), ..mcp_server() };
-    let server = store.insert_creating(server, None).await.unwrap().id;
-    store.transition(server, &[Creating], Ready).await.unwrap();
-    assert!(!store.expire(server, later).await.unwrap());
     assert_eq!(store.expired(later, 10).await.unwrap(), expected);
     assert_eq!(store.expired(later, 2).await.unwrap(), expected[..2]);
+}
+
+pub(crate) async fn mcp_servers_are_exempt_from_ttl(db: TestDb) {
+    let store = &db.store;
+    let later = start() + TimeDelta::days(400);
+    for ttl_seconds in [None, Some(1)] {
+        // A server never expires, even if somebody gave it a time to live; nor is it stopped when nobody uses it.
+        let server = NewWorkspace { ttl_seconds, created_at: start(), ..mcp_server() };
+        let server = store.insert_creating(server, None).await.unwrap();
+        assert_eq!(server.expires_at.is_some(), ttl_seconds.is_some());
+        store.transition(server.id, &[Creating], Ready).await.unwrap();
+        assert!(!store.expire(server.id, later).await.unwrap());
+        assert!(!store.stop_if_unused(server.id, later).await.unwrap());
+    }
+    assert_eq!(store.expired(later, 10).await.unwrap(), []);
+    assert_eq!(store.unused_since(later, 10).await.unwrap(), []);
+}
+
+pub(crate) async fn a_use_beats_the_idle_stop(db: TestDb) {
+    let store = &db.store;
+    let new = NewWorkspace { created_at: start(), ..agent() };
+    let id = store.insert_creating(new, None).await.unwrap().id;
+    store.set_ready(id, start()).await.unwrap();
+    assert_eq!(store.unused_since(start(), 10).await.unwrap(), []);
+    let later = start() + TimeDelta::seconds(10);
+    assert_eq!(store.unused_since(later, 10).await.unwrap(), [id]);
+    store.touch(id, later).await.unwrap();
+    assert!(!store.stop_if_unused(id, later).await.unwrap());
+    assert!(store.stop_if_unused(id, later + TimeDelta::seconds(1)).await.unwrap());
+    assert_eq!(store.workspace(id).await.unwrap().status, Stopping);
 }

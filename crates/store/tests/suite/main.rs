@@ -10,6 +10,8 @@ mod audit;
 mod durability;
 mod expiry;
 mod opening;
+mod snapshots;
+mod spares;
 mod support;
 mod tokens;
 mod workspaces;
@@ -58,6 +60,7 @@ both_engines! {
         a_workspace_that_is_destroyed_never_comes_back,
         an_error_is_kept_until_ready,
         metadata_is_merged_without_losing_fields,
+        one_of_many_attaches_wins_and_names_itself,
         recovery_sees_what_is_in_a_status,
         active_workspaces_are_counted_by_provider,
         an_environment_opens_with_its_row_and_key_only,
@@ -66,7 +69,9 @@ both_engines! {
     expiry:
         use_extends_the_life_and_never_moves_back,
         a_use_beats_the_sweep,
-        only_what_is_overdue_and_idle_expires;
+        only_what_is_overdue_and_idle_expires,
+        mcp_servers_are_exempt_from_ttl,
+        a_use_beats_the_idle_stop;
     tokens:
         a_token_is_shown_once_and_verified,
         expired_and_revoked_tokens_are_refused,
@@ -95,4 +100,14 @@ both_engines! {
     durability:
         what_was_answered_survives_a_kill,
         a_call_that_is_dropped_blocks_nobody;
+    spares:
+        spares_are_never_over_created,
+        two_requests_never_get_one_spare,
+        a_claim_over_the_limit_leaves_the_spare,
+        a_spare_that_leaves_can_not_be_claimed,
+        one_server_at_a_time_changes_a_workspace,
+        servers_count_until_they_are_forgotten;
+    snapshots:
+        a_snapshot_is_made_used_and_removed,
+        snapshots_come_in_pages_and_by_workspace;
 }

@@ -106,6 +106,9 @@ pub(crate) async fn a_row_comes_back_as_it_was_written(db: TestDb) {
         metadata: json!({"n": 1.5, "deep": {"b": [null, true], "a": "x"},
             "image": "emergent/workspace:latest", "network": "isolated"}),
         placement: None,
+        attached_to: None,
+        attached_at: None,
+        usage: None,
     };
     assert_eq!(written, expected);
     assert_eq!(store.workspace(new.id).await.unwrap(), expected);
@@ -442,4 +445,34 @@ pub(crate) async fn text_with_nul_is_stored(db: TestDb) {
     assert_eq!(row.metadata["error"], "a\u{fffd}b");
     let row = store.merge_metadata(id, object(json!({"k\0": "v\0"}))).await.unwrap();
     assert_eq!(row.metadata["k\u{fffd}"], "v\u{fffd}");
+}
+
+pub(crate) async fn one_of_many_attaches_wins_and_names_itself(db: TestDb) {
+    let store = &db.store;
+    let id = store.insert_creating(agent(), None).await.unwrap().id;
+    let attempts = (0..20).map(|n| {
+        let store = store.clone();
+        tokio::spawn(async move { store.attach(id, &format!("agent-{n}"), start()).await.unwrap() })
+    });
+    let mut winners = Vec::new();
+    let mut named = BTreeSet::new();
+    for attempt in attempts.collect::<Vec<_>>() {
+        match attempt.await.unwrap() {
+            Ok(workspace) => winners.push(workspace.attached_to.unwrap()),
+            Err(holder) => drop(named.insert(holder)),
+        }
+    }
+    assert_eq!(winners.len(), 1, "{winners:?}");
+    assert_eq!(named, BTreeSet::from([winners[0].clone()]));
+
+    let again = store.attach(id, &winners[0], start() + TimeDelta::hours(1)).await.unwrap().unwrap();
+    assert_eq!(again.attached_at, Some(start()));
+    assert_eq!(store.detach(id, Some("a stranger")).await.unwrap(), Err(winners[0].clone()));
+    assert_eq!(store.detach(id, Some(&winners[0])).await.unwrap().unwrap().attached_to, None);
+    assert_eq!(store.detach(id, Some("anybody")).await.unwrap().unwrap().attached_to, None);
+    store.attach(id, "b", start()).await.unwrap().unwrap();
+    assert_eq!(store.detach(id, None).await.unwrap().unwrap().attached_to, None);
+    store.transition(id, &[Creating], Destroying).await.unwrap();
+    assert_eq!(wrong_state(store.attach(id, "c", start()).await), Destroying);
+    not_found(store.attach(WorkspaceId::generate(), "c", start()).await);
 }

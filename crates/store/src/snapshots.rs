@@ -1,0 +1,204 @@
+//! Snapshots: copies of workspaces' files, which outlive them.
+//!
+//! ```text
+//! creating ──▶ ready ──▶ destroying ──▶ (row gone)
+//!     └───────────────────────▲
+//! ```
+
+use chrono::{DateTime, Utc};
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::{ServerId, SnapshotId};
+use emergent_wire::snapshot::{Snapshot, SnapshotList, SnapshotStatus};
+use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
+use sqlx::types::Json;
+
+use crate::db::{reading, writing};
+use crate::error::{Result, StoreError};
+use crate::open::Store;
+use crate::page;
+use crate::types::{DbRow, DbTime, DbUuid, Reader, clean};
+
+const TABLE: &str = "workspace_snapshots";
+
+macro_rules! columns {
+    () => {
+        "id, workspace_id, provider, description, image, network, resource_limits, size_bytes, status, owner, \
+         created_at"
+    };
+}
+
+/// A snapshot that is about to be made.
+#[derive(Clone, Debug)]
+pub struct NewSnapshot {
+    /// Its id.
+    pub id: SnapshotId,
+    /// What it is a copy of.
+    pub workspace_id: WorkspaceId,
+    /// What the workspace is on.
+    pub provider: ProviderName,
+    /// What the caller calls it.
+    pub description: Option<String>,
+    /// The workspace's image.
+    pub image: String,
+    /// What the workspace can reach.
+    pub network: NetworkMode,
+    /// The workspace's limits.
+    pub limits: ResourceLimits,
+    /// When it was asked for.
+    pub created_at: DateTime<Utc>,
+}
+
+/// A snapshot, with what only the server needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SnapshotRecord {
+    /// As callers see it.
+    pub snapshot: Snapshot,
+    /// The server that is making or removing it.
+    pub owner: Option<ServerId>,
+}
+
+impl SnapshotRecord {
+    fn from_row(row: &impl DbRow) -> Result<Self> {
+        let row = Reader::by_id(row, TABLE);
+        let snapshot = Snapshot {
+            id: SnapshotId(row.uuid("id")?),
+            workspace_id: WorkspaceId(row.uuid("workspace_id")?),
+            provider: row.name("provider")?,
+            description: row.text_or_null("description")?,
+            image: row.text("image")?,
+            network: row.name("network")?,
+            resource_limits: row.json("resource_limits")?,
+            size_bytes: row.unsigned_or_null("size_bytes")?,
+            status: row.name("status")?,
+            created_at: row.time("created_at")?,
+        };
+        Ok(Self { snapshot, owner: row.uuid_or_null("owner")?.map(ServerId) })
+    }
+}
+
+fn missing(id: SnapshotId) -> StoreError {
+    StoreError::NotFound { kind: "snapshot", id: id.to_string() }
+}
+
+impl Store {
+    /// Writes down that a snapshot is about to be made.
+    pub async fn insert_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot> {
+        writing!(self.db(), |connection| {
+            let row = sqlx::query(concat!(
+                "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
+                     resource_limits, status, owner, created_at)
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, 'creating', $8, $9) RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(new.id.0))
+            .bind(DbUuid(new.workspace_id.0))
+            .bind(new.provider.as_str())
+            .bind(new.description.as_deref().map(clean))
+            .bind(clean(&new.image))
+            .bind(new.network.as_str())
+            .bind(Json(&new.limits))
+            .bind(DbUuid(self.server().0))
+            .bind(DbTime::new(new.created_at))
+            .fetch_one(&mut *connection)
+            .await?;
+            Ok(SnapshotRecord::from_row(&row)?.snapshot)
+        })
+    }
+
+    /// A snapshot is whole.
+    pub async fn snapshot_is_ready(&self, id: SnapshotId, size_bytes: u64) -> Result<Snapshot> {
+        writing!(self.db(), |connection| {
+            let row = sqlx::query(concat!(
+                "UPDATE workspace_snapshots SET status = 'ready', owner = NULL, size_bytes = $2
+                 WHERE id = $1 AND status = 'creating' RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(id.0))
+            .bind(i64::try_from(size_bytes).unwrap_or(i64::MAX))
+            .fetch_optional(&mut *connection)
+            .await?;
+            Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
+        })
+    }
+
+    /// Begins to remove a snapshot; false if `owner` does not have it any more.
+    pub async fn withdraw_snapshot(&self, id: SnapshotId, owner: Option<ServerId>) -> Result<bool> {
+        let changed = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE workspace_snapshots SET status = 'destroying', owner = $2
+                 WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
+            )
+            .bind(DbUuid(id.0))
+            .bind(DbUuid(self.server().0))
+            .bind(owner.map(|owner| DbUuid(owner.0)))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(changed == 1)
+    }
+
+    /// Forgets a snapshot that is gone.
+    pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
+        writing!(self.db(), |connection| {
+            sqlx::query("DELETE FROM workspace_snapshots WHERE id = $1 AND status <> 'ready'")
+                .bind(DbUuid(id.0))
+                .execute(&mut *connection)
+                .await?;
+        });
+        Ok(())
+    }
+
+    /// A snapshot.
+    pub async fn snapshot(&self, id: SnapshotId) -> Result<SnapshotRecord> {
+        reading!(self.db(), |connection| {
+            let row = sqlx::query(concat!("SELECT ", columns!(), " FROM workspace_snapshots WHERE id = $1"))
+                .bind(DbUuid(id.0))
+                .fetch_optional(&mut *connection)
+                .await?;
+            SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)
+        })
+    }
+
+    /// A page of at most `limit` (up to 500) snapshots, newest first; of one workspace, if given.
+    pub async fn snapshots(
+        &self,
+        workspace_id: Option<WorkspaceId>,
+        cursor: Option<&str>,
+        limit: u32,
+    ) -> Result<SnapshotList> {
+        let after = cursor.map(page::parse_time_cursor).transpose()?;
+        let mut snapshots: Vec<Snapshot> = reading!(self.db(), |connection| {
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                columns!(),
+                " FROM workspace_snapshots
+                 WHERE ($1 IS NULL OR workspace_id = $1) AND ($2 IS NULL OR (created_at, id) < ($2, $3))
+                 ORDER BY created_at DESC, id DESC LIMIT $4"
+            ))
+            .bind(workspace_id.map(|id| DbUuid(id.0)))
+            .bind(after.map(|(time, _)| DbTime::new(time)))
+            .bind(after.map(|(_, id)| DbUuid(id)))
+            .bind(page::rows_wanted(limit))
+            .fetch_all(&mut *connection)
+            .await?;
+            let read = rows.iter().map(|row| Ok(SnapshotRecord::from_row(row)?.snapshot));
+            read.collect::<Result<_>>()?
+        });
+        let next_cursor =
+            page::cut(&mut snapshots, limit, |last| page::time_cursor(last.created_at, last.id.0));
+        Ok(SnapshotList { snapshots, next_cursor })
+    }
+
+    /// Everything there is, for recovery.
+    pub async fn all_snapshots(&self) -> Result<Vec<SnapshotRecord>> {
+        reading!(self.db(), |connection| {
+            let rows = sqlx::query(concat!("SELECT ", columns!(), " FROM workspace_snapshots"))
+                .fetch_all(&mut *connection)
+                .await?;
+            rows.iter().map(SnapshotRecord::from_row).collect()
+        })
+    }
+}
+
+const _: () = assert!(SnapshotStatus::ALL.len() == 3);

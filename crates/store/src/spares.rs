@@ -1,0 +1,220 @@
+//! Warm spares: sandboxes that wait for a workspace.
+//!
+//! ```text
+//! filling ──▶ ready ──claim──▶ (a workspace with its id)
+//!    │          │
+//!    └──────────┴──▶ leaving ──▶ (row gone)
+//! ```
+//!
+//! A claim removes the spare's row and writes the workspace's in one transaction: two requests never get one spare,
+//! and after a crash each sandbox has exactly one row that says what it is.
+
+use chrono::{DateTime, Utc};
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::ServerId;
+use emergent_wire::pool::SpareStatus;
+use emergent_wire::workspace::{NetworkMode, Placement, ProviderName, ResourceLimits, Workspace};
+use sqlx::types::Json;
+
+use crate::db::{Lock, in_transaction, reading, writing};
+use crate::error::{Result, StoreError};
+use crate::open::Store;
+use crate::types::{DbRow, DbTime, DbUuid, Reader, clean, clean_json};
+use crate::workspace_rows::{NewWorkspace, WorkspaceRecord, columns, expiry};
+use crate::workspaces::{check_limit, insert_workspace};
+
+const TABLE: &str = "warm_spares";
+
+/// What spares are told apart by: a request gets one that is the same in all of this.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// What it is on.
+    pub provider: ProviderName,
+    /// The image.
+    pub image: String,
+    /// What it can reach.
+    pub network: NetworkMode,
+    /// What it may use at most.
+    pub limits: ResourceLimits,
+}
+
+/// A spare.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spare {
+    /// The id of the workspace that it becomes.
+    pub id: WorkspaceId,
+    /// What it is.
+    pub shape: Shape,
+    /// What the image was when the spare was made.
+    pub image_digest: String,
+    /// Where it stands.
+    pub status: SpareStatus,
+    /// The server that is making or removing it.
+    pub owner: Option<ServerId>,
+    /// When it was begun.
+    pub created_at: DateTime<Utc>,
+}
+
+impl Spare {
+    fn from_row(row: &impl DbRow) -> Result<Self> {
+        let row = Reader::by_id(row, TABLE);
+        Ok(Self {
+            id: WorkspaceId(row.uuid("id")?),
+            shape: Shape {
+                provider: row.name("provider")?,
+                image: row.text("image")?,
+                network: row.name("network")?,
+                limits: row.json("resource_limits")?,
+            },
+            image_digest: row.text("image_digest")?,
+            status: row.name("status")?,
+            owner: row.uuid_or_null("owner")?.map(ServerId),
+            created_at: row.time("created_at")?,
+        })
+    }
+}
+
+/// What a claim writes down besides the workspace itself.
+#[derive(Clone, Debug)]
+pub struct Claim {
+    /// The spare.
+    pub spare: WorkspaceId,
+    /// The provider's name for the sandbox.
+    pub provider_workspace_id: String,
+    /// Why it is where it is.
+    pub placement: Placement,
+}
+
+impl Store {
+    /// Writes down that a spare is about to be made, unless `most` spares of this shape and digest are there or being
+    /// made; then `false`. Holds over all servers.
+    pub async fn insert_spare(
+        &self,
+        id: WorkspaceId,
+        shape: &Shape,
+        digest: &str,
+        most: u32,
+    ) -> Result<bool> {
+        in_transaction!(self.db(), Lock::Pool, |connection| {
+            // Limits are compared as they were written: the same limits give the same text.
+            let rows = sqlx::query(
+                "SELECT resource_limits FROM warm_spares
+                 WHERE provider = $1 AND image = $2 AND network = $3 AND image_digest = $4
+                   AND status IN ('filling', 'ready')",
+            )
+            .bind(shape.provider.as_str())
+            .bind(clean(&shape.image))
+            .bind(shape.network.as_str())
+            .bind(clean(digest))
+            .fetch_all(&mut *connection)
+            .await?;
+            let mut same = 0;
+            for row in &rows {
+                let limits: ResourceLimits =
+                    Reader::with_key(row, TABLE, "(count)").json("resource_limits")?;
+                same += u32::from(limits == shape.limits);
+            }
+            if same >= most {
+                return Ok(false);
+            }
+            sqlx::query(
+                "INSERT INTO warm_spares (id, provider, image, image_digest, network, resource_limits, status,
+                     owner, created_at)
+                 VALUES ($1, $2, $3, $4, $5, $6, 'filling', $7, $8)",
+            )
+            .bind(DbUuid(id.0))
+            .bind(shape.provider.as_str())
+            .bind(clean(&shape.image))
+            .bind(clean(digest))
+            .bind(shape.network.as_str())
+            .bind(Json(&shape.limits))
+            .bind(DbUuid(self.server().0))
+            .bind(DbTime::new(Utc::now()))
+            .execute(&mut *connection)
+            .await?;
+            Ok(true)
+        })
+    }
+
+    /// A spare can be claimed from now on; false if it is to leave by now.
+    pub async fn spare_is_ready(&self, id: WorkspaceId) -> Result<bool> {
+        let changed = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE warm_spares SET status = 'ready', owner = NULL WHERE id = $1 AND status = 'filling'",
+            )
+            .bind(DbUuid(id.0))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(changed == 1)
+    }
+
+    /// Takes a spare out, to remove it: nobody can claim it any more. False if it is gone, claimed, or another
+    /// server's to remove.
+    pub async fn withdraw_spare(&self, id: WorkspaceId, owner: Option<ServerId>) -> Result<bool> {
+        let changed = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE warm_spares SET status = 'leaving', owner = $2
+                 WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
+            )
+            .bind(DbUuid(id.0))
+            .bind(DbUuid(self.server().0))
+            .bind(owner.map(|owner| DbUuid(owner.0)))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(changed == 1)
+    }
+
+    /// Forgets a spare that is gone.
+    pub async fn delete_spare(&self, id: WorkspaceId) -> Result<()> {
+        writing!(self.db(), |connection| {
+            sqlx::query("DELETE FROM warm_spares WHERE id = $1 AND status <> 'ready'")
+                .bind(DbUuid(id.0))
+                .execute(&mut *connection)
+                .await?;
+        });
+        Ok(())
+    }
+
+    /// All spares, oldest first.
+    pub async fn spares(&self) -> Result<Vec<Spare>> {
+        reading!(self.db(), |connection| {
+            let rows = sqlx::query(
+                "SELECT id, provider, image, image_digest, network, resource_limits, status, owner, created_at
+                 FROM warm_spares ORDER BY created_at, id",
+            )
+            .fetch_all(&mut *connection)
+            .await?;
+            rows.iter().map(Spare::from_row).collect()
+        })
+    }
+
+    /// Makes a spare the sandbox of a new workspace, which gets its id; none if somebody else has it.
+    pub async fn claim_spare(
+        &self,
+        new: NewWorkspace,
+        claim: &Claim,
+        limit: Option<u32>,
+    ) -> Result<Option<Workspace>> {
+        let new = NewWorkspace { id: claim.spare, ..new };
+        let placed = Some((claim.placement.provider, claim.provider_workspace_id.as_str(), &claim.placement));
+        in_transaction!(self.db(), Lock::WorkspaceLimit, |connection| {
+            let removed = sqlx::query("DELETE FROM warm_spares WHERE id = $1 AND status = 'ready'")
+                .bind(DbUuid(claim.spare.0))
+                .execute(&mut *connection)
+                .await?
+                .rows_affected();
+            if removed == 0 {
+                return Ok(None);
+            }
+            check_limit!(connection, limit);
+            let row = insert_workspace!(connection, new, self.server(), placed);
+            let row =
+                row.ok_or_else(|| StoreError::Conflict { kind: "workspace", name: new.id.to_string() })?;
+            Ok(Some(WorkspaceRecord::from_row(&row)?.workspace))
+        })
+    }
+}

@@ -1,0 +1,62 @@
+//! Events: what happens on a server, as it happens.
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+
+use crate::id::WorkspaceId;
+use crate::names::names;
+use crate::workspace::ProviderName;
+
+names!(
+    /// What happened.
+    EventKind {
+        /// A workspace is ready.
+        WorkspaceReady = "workspace.ready",
+        /// A workspace is stopped.
+        WorkspaceStopped = "workspace.stopped",
+        /// A workspace is gone.
+        WorkspaceDestroyed = "workspace.destroyed",
+        /// A workspace's time is over; it is being removed.
+        WorkspaceExpired = "workspace.expired",
+        /// A workspace was not used for a while; it is being stopped.
+        WorkspaceIdle = "workspace.idle",
+        /// A workspace can't be used.
+        WorkspaceError = "workspace.error",
+        /// A workspace's sandbox had ended and was started again.
+        WorkspaceRestarted = "workspace.restarted",
+        /// A command ran out of memory and was ended.
+        OutOfMemory = "workspace.out_of_memory",
+        /// A workspace uses more than 80 % of a limit.
+        UsageHigh = "usage.high",
+        /// A workspace no longer uses more than 80 % of a limit.
+        UsageNormal = "usage.normal",
+        /// A provider works.
+        ProviderHealthy = "provider.healthy",
+        /// A provider does not work.
+        ProviderUnhealthy = "provider.unhealthy",
+        /// A provider failed to make a workspace, and the next one is tried.
+        PlacementFallback = "placement.fallback",
+        /// Spares can't be made.
+        PoolProblem = "pool.problem",
+        /// The listener was too slow: events were left out.
+        Missed = "missed",
+    }
+);
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct Event {
+    /// When.
+    pub at: DateTime<Utc>,
+    /// What.
+    pub kind: EventKind,
+    /// The workspace it is about.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_id: Option<WorkspaceId>,
+    /// The provider it is about.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<ProviderName>,
+    /// In words.
+    pub message: String,
+}

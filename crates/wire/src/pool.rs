@@ -1,0 +1,109 @@
+//! The warm pool: sandboxes that are started before anybody asks for them.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{ErrorCode, ErrorDetail};
+use crate::names::names;
+use crate::workspace::{NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits};
+
+names!(
+    /// Where a spare stands.
+    SpareStatus {
+        /// It is being made.
+        Filling = "filling",
+        /// It can be claimed.
+        Ready = "ready",
+        /// It is being removed.
+        Leaving = "leaving",
+    }
+);
+
+/// The most spares of all shapes together.
+pub const MAX_SPARES: u32 = 200;
+/// The most shapes.
+pub const MAX_SHAPES: usize = 32;
+
+/// A kind of spare, and how many of it shall wait. What is left out takes the installation's default.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct PoolShape {
+    /// How many shall wait.
+    pub size: u32,
+    /// Which provider; the one that `auto` would choose unless given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub provider: Option<ProviderChoice>,
+    /// The image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// What each may use at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resource_limits: Option<RequestedLimits>,
+    /// What each can reach; `nat` unless given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkMode>,
+}
+
+/// What the pool shall hold. An empty list turns it off.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct PoolTarget {
+    /// The kinds of spares.
+    pub shapes: Vec<PoolShape>,
+}
+
+impl PoolTarget {
+    /// Refuses what no pool can be.
+    pub fn validate(&self) -> Result<(), ErrorDetail> {
+        let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
+        if self.shapes.len() > MAX_SHAPES {
+            return bad(format!("{} shapes: at most {MAX_SHAPES} are possible", self.shapes.len()));
+        }
+        let all = self.shapes.iter().try_fold(0_u32, |sum, shape| sum.checked_add(shape.size));
+        if all.is_none_or(|all| all > MAX_SPARES) {
+            return bad(format!("the sizes add up to more than {MAX_SPARES} spares"));
+        }
+        for shape in &self.shapes {
+            let request =
+                crate::workspace::CreateWorkspace { image: shape.image.clone(), ..Default::default() };
+            request.validate()?;
+            shape.resource_limits.unwrap_or_default().or(ResourceLimits::default()).validate()?;
+        }
+        Ok(())
+    }
+}
+
+/// A kind of spare, as it stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct ShapeStatus {
+    /// Its provider; null while none can be used.
+    pub provider: Option<ProviderName>,
+    /// The image.
+    pub image: String,
+    /// What each may use at most.
+    pub resource_limits: ResourceLimits,
+    /// What each can reach.
+    pub network: NetworkMode,
+    /// How many shall wait.
+    pub size: u32,
+    /// How many wait.
+    pub ready: u32,
+    /// How many are being made.
+    pub filling: u32,
+    /// Why it is not full, when something is wrong.
+    pub problem: Option<String>,
+}
+
+/// The pool, as it stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct PoolStatus {
+    /// Whether the sizes were set at run time (and hold until they are reset), or are the configuration's.
+    pub set_at_run_time: bool,
+    /// The kinds of spares.
+    pub shapes: Vec<ShapeStatus>,
+    /// Spares of no kind that is wanted any more, on their way out.
+    pub leaving: u32,
+}
