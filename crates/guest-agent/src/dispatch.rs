@@ -112,5 +112,6 @@ fn usage(agent: &Agent) -> UsageAnswer {
         agent_rss_bytes: procfs::own_resident_bytes(),
         processes: procfs::process_ids().count().saturating_sub(1 + waiting) as u64,
         running_operations: agent.operations.count() as u64,
+        cpu_time_ms: procfs::cpu_time_ms(),
     }
 }

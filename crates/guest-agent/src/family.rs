@@ -9,8 +9,10 @@ use crate::procfs::{self, Process};
 
 /// Marks every process that a command starts, so that those that left its process group can be found.
 pub(crate) const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
-/// How long killed processes may take to be gone.
+/// How long killed processes may take to be gone …
 const KILL_TIME: Duration = Duration::from_secs(3);
+/// … unless looking for them takes so long that this few rounds have not been made.
+const LEAST_ROUNDS: usize = 10;
 /// Rounds of killing before the rest of the sandbox is stopped for a moment.
 const PATIENT_ROUNDS: usize = 5;
 /// A family of fewer processes is not what fills the sandbox.
@@ -48,7 +50,7 @@ pub(crate) fn kill(tag: &str) {
         if freeze {
             signal_all(libc::SIGCONT);
         }
-        if members.is_empty() || Instant::now() >= deadline {
+        if members.is_empty() || (Instant::now() >= deadline && round >= LEAST_ROUNDS) {
             return;
         }
         // The end of orphans is seen by the reaper alone, so it has to be looked for.

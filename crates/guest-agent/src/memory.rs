@@ -19,8 +19,8 @@ use crate::{family, log};
 const RESERVE_BYTES: u64 = 48 << 20;
 /// And this part of all the memory.
 const RESERVE_PART: u64 = 32;
-/// No process fills memory faster than this.
-const FILL_RATE_BYTES_PER_MS: u64 = 3 << 20;
+/// No process fills memory faster than this, even while the guard waits for a CPU.
+const FILL_RATE_BYTES_PER_MS: u64 = 6 << 20;
 /// How long a killed process may take to give its memory back.
 const RELEASE_TIME: Duration = Duration::from_secs(3);
 /// Victims that are remembered for their callers.

@@ -44,6 +44,19 @@ fn process(pid: i32) -> Option<Process> {
     })
 }
 
+/// CPU time of all processes, those included that have ended: their parents have it, and at last the agent.
+pub(crate) fn cpu_time_ms() -> u64 {
+    let ticks: u64 = process_ids().filter_map(cpu_ticks).sum();
+    ticks * 1000 / rustix::param::clock_ticks_per_second().max(1)
+}
+
+/// User and system time of a process and of its children that it has waited for.
+fn cpu_ticks(pid: i32) -> Option<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
+    fields.get(11..15)?.iter().map(|field| field.parse::<u64>().ok()).sum()
+}
+
 /// What a process has written so far, to anything.
 pub(crate) fn written_bytes(pid: i32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();

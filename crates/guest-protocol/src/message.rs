@@ -176,6 +176,9 @@ pub struct UsageAnswer {
     pub agent_rss_bytes: u64,
     /// Processes besides the agent and its shells in waiting.
     pub processes: u64,
-    /// Commands that run now.
+    /// Commands that run in the background.
     pub running_operations: u64,
+    /// CPU time that everything in the sandbox has used since it was started.
+    #[serde(default)]
+    pub cpu_time_ms: u64,
 }
