@@ -10,7 +10,7 @@ use emergent_wire::tools::{BashAnswer, BashRequest, MAX_FILE_BYTES, ReadAnswer, 
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, ContainerType, DiskQuota, NetworkMode, ProviderName, ResourceLimits,
 };
-use emergent_wire::{ErrorDetail, OperationId, WorkspaceId};
+use emergent_wire::{ErrorDetail, OperationId, SnapshotId, WorkspaceId};
 
 use crate::error::ProviderError;
 
@@ -27,8 +27,11 @@ pub struct SandboxSpec {
     pub limits: ResourceLimits,
     /// What it can reach.
     pub network: NetworkMode,
-    /// What the guest agent is told: variables and where file tools must stay. The provider adds its own.
-    pub configuration: Configuration,
+    /// A copy of another workspace's files to begin with; an empty disk unless given.
+    pub snapshot: Option<SnapshotId>,
+    /// What the guest agent is told: variables and where file tools must stay. The provider adds its own. None: it
+    /// was told before, and nothing changes.
+    pub configuration: Option<Configuration>,
 }
 
 /// A sandbox that runs.
@@ -105,6 +108,27 @@ pub trait WorkspaceProvider: Send + Sync {
 
     /// Opens a new channel to the agent of a running sandbox.
     async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError>;
+
+    /// What the user of a sandbox should know: reduced isolation, limits that were lowered.
+    async fn warnings(&self, spec: &SandboxSpec) -> Vec<String>;
+
+    /// Binds a sandbox that runs to its workspace: variables, where file tools must stay.
+    async fn configure(&self, spec: &SandboxSpec, channel: &GuestClient) -> Result<(), ProviderError>;
+
+    /// What an image is now; another answer means another image under the same name.
+    async fn image_digest(&self, image: &str) -> Result<String, ProviderError>;
+
+    /// Copies a sandbox's files. Nothing in the sandbox runs meanwhile. Gives the bytes that the copy takes.
+    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError>;
+
+    /// Removes a copy, whole or not.
+    async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError>;
+
+    /// Lets a sandbox go on that was being copied when the server ended.
+    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError>;
+
+    /// All copies there are, whole or not.
+    async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError>;
 
     /// Why a sandbox ended, as far as the provider knows (`out of memory`, an exit code).
     async fn explain_end(&self, id: WorkspaceId) -> Option<String>;

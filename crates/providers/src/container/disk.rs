@@ -6,25 +6,29 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::str::FromStr;
 
-use emergent_wire::{ByteSize, WorkspaceId};
+use emergent_failpoint::failpoint;
+use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
+
+use super::copy::copy_sparse;
 
 /// Room that must be left on the host after a disk was promised.
 const HOST_RESERVE_BYTES: u64 = 512 << 20;
 
-/// The directory of an installation's disks.
+/// The directories of an installation's disks, and of copies of them.
 #[derive(Clone, Debug)]
 pub(crate) struct Disks {
     directory: PathBuf,
+    snapshots: PathBuf,
 }
 
 impl Disks {
-    /// Disks in this directory, if this host can have them: they need root, loop devices and mke2fs.
-    pub(crate) fn open(directory: &Path) -> Result<Self, String> {
+    /// Disks under this directory, if this host can have them: they need root, loop devices and mke2fs.
+    pub(crate) fn open(data_dir: &Path) -> Result<Self, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("loop devices need root".to_owned());
         }
@@ -36,10 +40,13 @@ impl Disks {
                 .or_else(|_| run(program, &[OsStr::new("-V")]))
                 .map_err(|_| format!("{program} is not installed (packages e2fsprogs and mount)"))?;
         }
-        fs::create_dir_all(directory).map_err(|error| format!("{}: {error}", directory.display()))?;
-        let directory =
-            directory.canonicalize().map_err(|error| format!("{}: {error}", directory.display()))?;
-        Ok(Self { directory })
+        let make = |name: &str| {
+            let path = data_dir.join(name);
+            fs::create_dir_all(&path)
+                .and_then(|()| path.canonicalize())
+                .map_err(|error| format!("{}: {error}", path.display()))
+        };
+        Ok(Self { directory: make("disks")?, snapshots: make("snapshots")? })
     }
 
     fn image(&self, id: WorkspaceId) -> PathBuf {
@@ -56,34 +63,65 @@ impl Disks {
         self.image(id).exists()
     }
 
-    /// Makes a workspace's disk, unless it is there, and attaches it.
-    pub(crate) fn ensure(&self, id: WorkspaceId, size: ByteSize) -> io::Result<()> {
+    /// Makes a workspace's disk, empty or out of a snapshot, unless it is there; and attaches it.
+    pub(crate) fn ensure(&self, id: WorkspaceId, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
         let image = self.image(id);
         if !image.exists() {
-            self.format(&image, size)?;
+            // A disk appears under its name only when it is whole.
+            let unfinished = image.with_extension("new");
+            let made = self
+                .check_room()
+                .and_then(|()| match from {
+                    None => format(&unfinished, size),
+                    Some(snapshot) => grow_copy(&self.snapshot_image(snapshot), &unfinished, size),
+                })
+                .and_then(|()| fs::rename(&unfinished, &image));
+            if made.is_err() {
+                let _ = fs::remove_file(&unfinished);
+            }
+            made?;
+            failpoint!("disk.made");
         }
         self.attach(id)
     }
 
-    /// A disk appears under its name only when it is whole.
-    fn format(&self, image: &Path, size: ByteSize) -> io::Result<()> {
+    fn check_room(&self) -> io::Result<()> {
         let free = rustix::fs::statvfs(&self.directory).map(|stat| stat.f_bavail * stat.f_frsize)?;
         if free < HOST_RESERVE_BYTES {
             let message = format!("only {} MiB are left on the host's disk", free >> 20);
             return Err(io::Error::new(io::ErrorKind::StorageFull, message));
         }
+        Ok(())
+    }
+
+    fn snapshot_image(&self, id: SnapshotId) -> PathBuf {
+        self.snapshots.join(format!("{id}.img"))
+    }
+
+    /// Copies a workspace's disk, which nobody must be writing to. Gives the bytes that the copy takes.
+    pub(crate) fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<u64> {
+        self.check_room()?;
+        let image = self.snapshot_image(to);
         let unfinished = image.with_extension("new");
-        let file = fs::File::create(&unfinished)?;
-        file.set_len(size.bytes())?;
-        drop(file);
-        let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
-        let arguments = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", options].map(OsStr::new);
-        let made = run("mke2fs", &[&arguments[..], &[unfinished.as_os_str()]].concat())
-            .and_then(|_| fs::rename(&unfinished, image));
+        let made = copy_sparse(&self.image(id), &unfinished)
+            .and_then(|()| check_file_system(&unfinished))
+            .and_then(|()| fs::rename(&unfinished, &image));
         if made.is_err() {
             let _ = fs::remove_file(&unfinished);
         }
-        made
+        made?;
+        Ok(fs::metadata(&image)?.blocks() * 512)
+    }
+
+    /// Removes a snapshot, or the part of it that there is.
+    pub(crate) fn remove_snapshot(&self, id: SnapshotId) -> io::Result<()> {
+        let image = self.snapshot_image(id);
+        remove_files([image.with_extension("new"), image])
+    }
+
+    /// All snapshots, also those of which only a part is there.
+    pub(crate) fn snapshots(&self) -> io::Result<Vec<SnapshotId>> {
+        ids_in(&self.snapshots)
     }
 
     /// Attaches a disk that is not attached (after a restart of the host), and points its link to the device.
@@ -111,25 +149,66 @@ impl Disks {
         if let Some(device) = attached_device(&image)? {
             run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
         }
-        for path in
-            [self.device(id), self.device(id).with_extension("newdev"), image.with_extension("new"), image]
-        {
-            match fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
-        }
-        Ok(())
+        failpoint!("disk.detached");
+        let (link, unfinished) = (self.device(id), image.with_extension("new"));
+        remove_files([link.with_extension("newdev"), link, unfinished, image])
     }
 
     /// All workspaces that have a disk or a part of one.
     pub(crate) fn list(&self) -> io::Result<Vec<WorkspaceId>> {
-        let mut ids: Vec<WorkspaceId> = fs::read_dir(&self.directory)?
-            .filter_map(|entry| WorkspaceId::from_str(entry.ok()?.path().file_stem()?.to_str()?).ok())
-            .collect();
-        ids.sort_unstable();
-        ids.dedup();
-        Ok(ids)
+        ids_in(&self.directory)
+    }
+}
+
+/// The ids that files in a directory are named after.
+fn ids_in<T: FromStr + Ord>(directory: &Path) -> io::Result<Vec<T>> {
+    let mut ids: Vec<T> = fs::read_dir(directory)?
+        .filter_map(|entry| T::from_str(entry.ok()?.path().file_stem()?.to_str()?).ok())
+        .collect();
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
+}
+
+fn remove_files<const N: usize>(paths: [PathBuf; N]) -> io::Result<()> {
+    for path in paths {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Makes an empty file system.
+fn format(image: &Path, size: ByteSize) -> io::Result<()> {
+    let file = fs::File::create(image)?;
+    file.set_len(size.bytes())?;
+    drop(file);
+    let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
+    let arguments = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", options].map(OsStr::new);
+    run("mke2fs", &[&arguments[..], &[image.as_os_str()]].concat()).map(drop)
+}
+
+/// Copies a file system, which is clean, and grows the copy to `size`.
+fn grow_copy(from: &Path, to: &Path, size: ByteSize) -> io::Result<()> {
+    copy_sparse(from, to)?;
+    let has = fs::metadata(to)?.len();
+    if size.bytes() > has {
+        fs::OpenOptions::new().write(true).open(to)?.set_len(size.bytes())?;
+        run("resize2fs", &[to.as_os_str()])?;
+    }
+    Ok(())
+}
+
+/// Replays the journal of a file system that was copied while it was in use, and makes sure that it is whole.
+fn check_file_system(image: &Path) -> io::Result<()> {
+    let arguments = [OsStr::new("-f"), OsStr::new("-p"), image.as_os_str()];
+    let output = command("e2fsck").args(arguments).output()?;
+    // 1: something was mended, which the journal counts as.
+    match output.status.code() {
+        Some(0 | 1) => Ok(()),
+        _ => Err(failure("e2fsck", &output)),
     }
 }
 
@@ -153,16 +232,23 @@ fn attached_device(image: &Path) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
+/// A program of the host.
+fn command(program: &str) -> Command {
+    let mut command = Command::new(program);
+    command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null());
+    command
+}
+
+fn failure(program: &str, output: &Output) -> io::Error {
+    let said = String::from_utf8_lossy(&output.stderr);
+    io::Error::other(format!("{program} failed ({}): {}", output.status, said.trim()))
+}
+
 /// Runs a program of the host and returns what it printed.
 fn run(program: &str, arguments: &[&OsStr]) -> io::Result<String> {
-    let output = Command::new(program)
-        .args(arguments)
-        .env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-        .stdin(Stdio::null())
-        .output()?;
+    let output = command(program).args(arguments).output()?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(io::Error::other(format!("{program} failed ({}): {}", output.status, said.trim())))
+    Err(failure(program, &output))
 }

@@ -171,6 +171,31 @@ impl Engine {
         within(ACT, self.docker().await?.stop_container(name, Some(options))).await
     }
 
+    /// Lets nothing in a container run until [`unpause`](Self::unpause).
+    pub(crate) async fn pause(&self, name: &str) -> Result<(), EngineError> {
+        match within(ACT, self.docker().await?.pause_container(name)).await {
+            Err(EngineError::Conflict(message)) if message.contains("already paused") => Ok(()),
+            paused => paused,
+        }
+    }
+
+    /// Lets a paused container go on; one that is not paused, or gone, is as good.
+    pub(crate) async fn unpause(&self, name: &str) -> Result<(), EngineError> {
+        match within(ACT, self.docker().await?.unpause_container(name)).await {
+            Err(EngineError::Conflict(message) | EngineError::Other(message))
+                if message.contains("not paused") || message.contains("not running") =>
+            {
+                Ok(())
+            }
+            unpaused => gone_is_fine(unpaused),
+        }
+    }
+
+    /// Where a volume is mounted on the engine's host.
+    pub(crate) async fn volume_path(&self, name: &str) -> Result<String, EngineError> {
+        Ok(within(ASK, self.docker().await?.inspect_volume(name)).await?.mountpoint)
+    }
+
     /// Removes a container, running or not.
     pub(crate) async fn remove(&self, name: &str) -> Result<(), EngineError> {
         let options = RemoveContainerOptionsBuilder::new().force(true).build();

@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bollard::models::SystemInfo;
+use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
-use emergent_wire::WorkspaceId;
 use emergent_wire::id::InstallationId;
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName,
 };
+use emergent_wire::{SnapshotId, WorkspaceId};
 
 use super::disk::Disks;
 use super::engine::{Engine, EngineError};
@@ -32,6 +33,8 @@ pub const GVISOR_MISSING: &str = "gVisor runtime not available";
 const RUNSC: &str = "runsc";
 /// How long the agent's own grace for processes (8 s) may take, and then some.
 const STOP_GRACE_S: i32 = 12;
+/// How long the channel on a container's own streams may take.
+const ATTACHED_WITHIN: Duration = Duration::from_secs(6);
 /// Cold starts that the latency estimate is made of.
 const REMEMBERED_STARTS: usize = 20;
 
@@ -86,7 +89,7 @@ impl ContainerProvider {
             engine,
             guest,
             copy_guest: AtomicBool::new(false),
-            disks: Disks::open(&options.data_dir.join("disks")),
+            disks: Disks::open(&options.data_dir),
             network: Network::new(options.installation, nameservers),
             host_cpus: AtomicU32::new(0),
             starts: Mutex::default(),
@@ -147,6 +150,7 @@ impl ContainerProvider {
         let (container, disk) = tokio::join!(container, disk);
         container.map_err(|error| self.sort(&error, spec))?;
         disk?;
+        failpoint!("sandbox.made");
         if self.copy_guest.load(Ordering::Relaxed) {
             self.copy_guest_into(&name).await?;
         }
@@ -185,19 +189,46 @@ impl ContainerProvider {
         let Ok(disks) = self.disks.clone() else {
             return Ok(());
         };
-        let (id, size) = (spec.id, spec.limits.disk);
-        let made = tokio::task::spawn_blocking(move || disks.ensure(id, size)).await;
-        made.map_err(std::io::Error::other)
-            .flatten()
-            .map_err(|error| ProviderError::failed("making the disk", error))
+        let (id, size, snapshot) = (spec.id, spec.limits.disk, spec.snapshot);
+        on_disk("making the disk", move || disks.ensure(id, size, snapshot)).await
+    }
+
+    /// The disks, which only they can be copied.
+    fn copyable_disks(&self) -> Result<Disks, ProviderError> {
+        self.disks.clone().map_err(|reason| {
+            ProviderError::Unacceptable(format!("snapshots need disks of their own: {reason}"))
+        })
+    }
+
+    /// Writes what a sandbox that is paused wrote to its files through to its disk.
+    async fn flush(&self, name: &str) {
+        let path = self.engine.volume_path(name).await.unwrap_or_default();
+        let flushed = tokio::task::spawn_blocking(move || match std::fs::File::open(path) {
+            Ok(directory) => rustix::fs::syncfs(directory),
+            // The engine's mounts are not visible here: everything is flushed.
+            Err(_) => {
+                rustix::fs::sync();
+                Ok(())
+            }
+        });
+        if !matches!(flushed.await, Ok(Ok(()))) {
+            tracing::warn!(volume = name, "a disk could not be flushed before it is copied");
+        }
     }
 
     /// Starts the container with its channel attached.
     async fn launch(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
         let name = name_of(spec.id);
         let attached = self.engine.attach(&name).await.map_err(|error| self.sort(&error, spec))?;
+        failpoint!("sandbox.attached");
         self.engine.start(&name).await.map_err(|error| self.sort(&error, spec))?;
-        self.greet(spec, attached).await
+        failpoint!("sandbox.started");
+        // An engine that had somebody attached before the start, who has gone since (a server that was killed), gives the
+        // container no input. Then a channel of the other kind is opened; so it is when a start takes its time.
+        match tokio::time::timeout(ATTACHED_WITHIN, self.greet(spec, attached)).await {
+            Ok(greeted) => greeted,
+            Err(_) => self.open_channel(spec).await,
+        }
     }
 
     async fn greet(&self, spec: &SandboxSpec, attached: Attached) -> Result<GuestClient, ProviderError> {
@@ -211,35 +242,13 @@ impl ContainerProvider {
                 });
             }
         };
-        let mut configuration = spec.configuration.clone();
-        configuration.memory_bytes = Some(spec.limits.memory.bytes());
-        if spec.network == NetworkMode::Nat {
-            configuration.nameservers = self.network.nameservers();
-        }
-        if self.disk_quota() == DiskQuota::Watched {
-            configuration.watched_disk_bytes = Some(spec.limits.disk.bytes());
-        }
-        configure(&channel, configuration).await?;
+        failpoint!("sandbox.greeted");
+        self.configure(spec, &channel).await?;
         Ok(channel)
     }
 
     async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient) -> Sandbox {
-        let mut warnings = Vec::new();
-        if self.runtime == Runtime::Plain {
-            warnings.push(
-                "reduced isolation: this workspace is a plain container that shares the host's kernel; use gVisor or \
-                 Firecracker for code you do not trust"
-                    .to_owned(),
-            );
-        }
-        if let Err(reason) = &self.disks {
-            warnings.push(format!("the disk limit is watched, not enforced: {reason}"));
-        }
-        let cpus = self.host_cpus().await.unwrap_or(u32::MAX);
-        if u64::from(spec.limits.cpu.millis()) > u64::from(cpus) * 1000 {
-            warnings
-                .push(format!("the host has {cpus} CPUs: the limit of {} is not reached", spec.limits.cpu));
-        }
+        let warnings = self.warnings(spec).await;
         Sandbox { provider_workspace_id: name_of(spec.id), channel, disk_quota: self.disk_quota(), warnings }
     }
 
@@ -258,10 +267,7 @@ impl ContainerProvider {
             )));
         }
         if lower.contains("no such image") {
-            return ProviderError::Unacceptable(format!(
-                "the image '{}' is not on this host: build or load it (`make setup` makes the default one)",
-                spec.image
-            ));
+            return no_image(&spec.image);
         }
         match error {
             EngineError::Unreachable(_) => ProviderError::Unavailable(text),
@@ -298,6 +304,21 @@ fn missing_runtime(reason: &str) -> String {
     )
 }
 
+fn no_image(image: &str) -> ProviderError {
+    ProviderError::Unacceptable(format!(
+        "the image '{image}' is not on this host: build or load it (`make setup` makes the default one)"
+    ))
+}
+
+/// Does something with files that may take a while.
+async fn on_disk<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+) -> Result<T, ProviderError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(std::io::Error::other).flatten().map_err(|error| ProviderError::failed(what, error))
+}
+
 fn cpus_of(info: &SystemInfo) -> u32 {
     info.ncpu.and_then(|cpus| u32::try_from(cpus).ok()).filter(|cpus| *cpus > 0).unwrap_or(1)
 }
@@ -319,8 +340,8 @@ impl WorkspaceProvider for ContainerProvider {
         Capabilities {
             isolation,
             persistence: true,
-            snapshots: false,
-            warm_pool: false,
+            snapshots: self.disks.is_ok(),
+            warm_pool: true,
             requires: requires.into_iter().map(str::to_owned).collect(),
             disk_quota: self.disk_quota(),
             startup_latency_ms: self.typical_start_ms(),
@@ -366,6 +387,7 @@ impl WorkspaceProvider for ContainerProvider {
             .remove(&name)
             .await
             .map_err(|error| ProviderError::failed("removing the container", error))?;
+        failpoint!("sandbox.container_removed");
         match self.engine.remove_volume(&name).await {
             Ok(()) => {}
             // Engines that were restarted under running containers (live-restore) may count mounts wrongly and keep the
@@ -375,12 +397,9 @@ impl WorkspaceProvider for ContainerProvider {
             }
             Err(error) => return Err(ProviderError::failed("removing the volume", error)),
         }
+        failpoint!("sandbox.volume_removed");
         if let Ok(disks) = self.disks.clone() {
-            let removed = tokio::task::spawn_blocking(move || disks.remove(id)).await;
-            removed
-                .map_err(std::io::Error::other)
-                .flatten()
-                .map_err(|error| ProviderError::failed("removing the disk", error))?;
+            on_disk("removing the disk", move || disks.remove(id)).await?;
         }
         Ok(())
     }
@@ -430,9 +449,94 @@ impl WorkspaceProvider for ContainerProvider {
             let end = self.explain_end(spec.id).await.unwrap_or_else(|| "it has ended".to_owned());
             return Err(ProviderError::NotRunning(end));
         }
+        if state.paused == Some(true) {
+            self.engine.unpause(&name).await.map_err(|error| self.sort(&error, spec))?;
+        }
         let program = vec![GUEST_PATH.to_owned(), "connect".to_owned()];
         let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(&error, spec))?;
         self.greet(spec, attached).await
+    }
+
+    async fn warnings(&self, spec: &SandboxSpec) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.runtime == Runtime::Plain {
+            warnings.push(
+                "reduced isolation: this workspace is a plain container that shares the host's kernel; use gVisor or \
+                 Firecracker for code you do not trust"
+                    .to_owned(),
+            );
+        }
+        if let Err(reason) = &self.disks {
+            warnings.push(format!("the disk limit is watched, not enforced: {reason}"));
+        }
+        let cpus = self.host_cpus().await.unwrap_or(u32::MAX);
+        if u64::from(spec.limits.cpu.millis()) > u64::from(cpus) * 1000 {
+            warnings
+                .push(format!("the host has {cpus} CPUs: the limit of {} is not reached", spec.limits.cpu));
+        }
+        warnings
+    }
+
+    async fn configure(&self, spec: &SandboxSpec, channel: &GuestClient) -> Result<(), ProviderError> {
+        let Some(mut configuration) = spec.configuration.clone() else {
+            return Ok(());
+        };
+        configuration.memory_bytes = Some(spec.limits.memory.bytes());
+        if spec.network == NetworkMode::Nat {
+            configuration.nameservers = self.network.nameservers();
+        }
+        if self.disk_quota() == DiskQuota::Watched {
+            configuration.watched_disk_bytes = Some(spec.limits.disk.bytes());
+        }
+        configure(channel, configuration).await
+    }
+
+    async fn image_digest(&self, image: &str) -> Result<String, ProviderError> {
+        match self.engine.image_id(image).await {
+            Ok(digest) => Ok(digest),
+            Err(EngineError::NotFound(_)) => Err(no_image(image)),
+            Err(error) => Err(ProviderError::Unavailable(error.to_string())),
+        }
+    }
+
+    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {
+        let disks = self.copyable_disks()?;
+        let name = name_of(id);
+        let failed = |error: EngineError| ProviderError::failed("pausing the container", error);
+        let runs = match self.engine.inspect(&name).await {
+            Ok(found) => found.state.and_then(|state| state.running) == Some(true),
+            Err(EngineError::NotFound(_)) => false,
+            Err(error) => return Err(failed(error)),
+        };
+        if runs {
+            self.engine.pause(&name).await.map_err(failed)?;
+            failpoint!("snapshot.paused");
+            self.flush(&name).await;
+        }
+        let copied = on_disk("copying the disk", move || disks.snapshot(id, to)).await;
+        failpoint!("snapshot.copied");
+        if runs {
+            self.engine.unpause(&name).await.map_err(failed)?;
+            failpoint!("snapshot.unpaused");
+        }
+        copied
+    }
+
+    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        let unpaused = self.engine.unpause(&name_of(id)).await;
+        unpaused.map_err(|error| ProviderError::failed("letting the container go on", error))
+    }
+
+    async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError> {
+        let disks = self.copyable_disks()?;
+        on_disk("removing the copy", move || disks.remove_snapshot(id)).await
+    }
+
+    async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError> {
+        match self.disks.clone() {
+            Ok(disks) => on_disk("listing copies", move || disks.snapshots()).await,
+            Err(_) => Ok(Vec::new()),
+        }
     }
 
     async fn explain_end(&self, id: WorkspaceId) -> Option<String> {

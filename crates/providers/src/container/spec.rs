@@ -146,10 +146,11 @@ mod tests {
             image: "image".to_owned(),
             limits,
             network,
-            configuration: Configuration {
+            snapshot: None,
+            configuration: Some(Configuration {
                 environment: [("SECRET".to_owned(), "hunter2".to_owned())].into(),
                 ..Configuration::default()
-            },
+            }),
         }
     }
 

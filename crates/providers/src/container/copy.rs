@@ -1,0 +1,69 @@
+//! Copies of large files that are mostly holes.
+
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+use rustix::fs::{SeekFrom, copy_file_range, ioctl_ficlone, seek};
+use rustix::io::Errno;
+
+/// Copies a file: shares its blocks where the file system can, else copies what is data and leaves holes out. The copy
+/// is on disk when this returns.
+pub(super) fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
+    let source = File::open(from)?;
+    let target = File::create(to)?;
+    if ioctl_ficlone(&target, &source).is_err() {
+        copy_data(&source, &target)?;
+    }
+    target.sync_all()
+}
+
+fn copy_data(source: &File, target: &File) -> io::Result<()> {
+    let size = source.metadata()?.len();
+    target.set_len(size)?;
+    let mut at = 0;
+    while at < size {
+        let begin = match seek(source, SeekFrom::Data(at)) {
+            Ok(begin) => begin,
+            // Only a hole is left.
+            Err(Errno::NXIO) => break,
+            Err(errno) => return Err(errno.into()),
+        };
+        let end = seek(source, SeekFrom::Hole(begin))?;
+        let (mut read_at, mut write_at) = (begin, begin);
+        while read_at < end {
+            let left = usize::try_from(end - read_at).unwrap_or(usize::MAX);
+            let copied = copy_file_range(source, Some(&mut read_at), target, Some(&mut write_at), left)?;
+            if copied == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        at = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Seek, Write};
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn a_copy_has_the_same_bytes_and_the_same_holes() {
+        let directory = tempfile::tempdir().unwrap();
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        let mut file = File::create(&from).unwrap();
+        file.set_len(64 << 20).unwrap();
+        for at in [0, 5 << 20, (64 << 20) - 100] {
+            file.seek(io::SeekFrom::Start(at)).unwrap();
+            file.write_all(&[7; 100]).unwrap();
+        }
+        drop(file);
+        copy_sparse(&from, &to).unwrap();
+        assert_eq!(std::fs::read(&from).unwrap(), std::fs::read(&to).unwrap());
+        let taken = std::fs::metadata(&to).unwrap().blocks() * 512;
+        assert!(taken < 1 << 20, "{taken} bytes are taken");
+    }
+}
