@@ -3,12 +3,18 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use emergent_wire::workspace::{DEFAULT_IMAGE, DeploymentMode, ResourceLimits};
-use emergent_wire::{ByteSize, CpuCount};
+use emergent_wire::pool::{PoolShape, PoolTarget};
+use emergent_wire::workspace::{
+    DEFAULT_IMAGE, DeploymentMode, MAX_TTL_SECONDS, MIN_TTL_SECONDS, ResourceLimits,
+};
+use emergent_wire::{ByteSize, CpuCount, ErrorDetail};
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
+
+/// The shortest time after which an unused workspace can be stopped.
+const MIN_IDLE_SECONDS: u64 = 10;
 
 /// Everything that can be set.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,6 +38,8 @@ pub struct Settings {
     pub workspaces: WorkspaceSettings,
     /// Providers.
     pub providers: ProviderSettings,
+    /// Spares that are started before anybody asks for them.
+    pub pool: PoolSettings,
 }
 
 /// TLS by certificate files; both or neither.
@@ -81,12 +89,36 @@ pub struct WorkspaceSettings {
     pub default_image: String,
     /// How long a workspace lives after its last use.
     pub default_ttl_seconds: u64,
+    /// How often workspaces are looked for whose time is over.
+    pub sweep_every_seconds: u64,
+    /// A workspace that nobody uses for this long is stopped; its files are kept. Off unless given.
+    pub idle_stop_seconds: Option<u64>,
     /// Live agent workspaces at most.
     pub max_concurrent: u32,
     /// File tools stay inside `/workspace` and `/tmp`.
     pub confine_file_tools: bool,
     /// Who runs the machines when a request does not say.
     pub deployment_mode: DeploymentMode,
+}
+
+/// What waits in the warm pool, until it is set at run time.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PoolSettings {
+    /// Spares with the default image and limits (`WORKSPACE_WARM_POOL_SIZE`).
+    pub size: u32,
+    /// Spares of other kinds.
+    pub shapes: Vec<PoolShape>,
+}
+
+impl PoolSettings {
+    /// What the pool shall hold.
+    pub fn target(&self) -> PoolTarget {
+        let plain =
+            PoolShape { size: self.size, provider: None, image: None, resource_limits: None, network: None };
+        let plain = (self.size > 0).then_some(plain);
+        PoolTarget { shapes: plain.into_iter().chain(self.shapes.iter().cloned()).collect() }
+    }
 }
 
 /// Which providers may be used.
@@ -114,6 +146,7 @@ impl Default for Settings {
             log: LogSettings::default(),
             workspaces: WorkspaceSettings::default(),
             providers: ProviderSettings::default(),
+            pool: PoolSettings::default(),
         }
     }
 }
@@ -134,6 +167,8 @@ impl Default for WorkspaceSettings {
             default_disk: limits.disk,
             default_image: DEFAULT_IMAGE.to_owned(),
             default_ttl_seconds: 30 * 24 * 3600,
+            sweep_every_seconds: 3600,
+            idle_stop_seconds: None,
             max_concurrent: 10,
             confine_file_tools: false,
             deployment_mode: DeploymentMode::SelfHosted,
@@ -183,7 +218,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 14] = [
+const VARIABLES: [(&str, &str); 17] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -195,6 +230,9 @@ const VARIABLES: [(&str, &str); 14] = [
     ("WORKSPACE_DEFAULT_MEMORY", "workspaces.default_memory"),
     ("WORKSPACE_DEFAULT_DISK", "workspaces.default_disk"),
     ("WORKSPACE_MAX_CONCURRENT", "workspaces.max_concurrent"),
+    ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
+    ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
+    ("WORKSPACE_WARM_POOL_SIZE", "pool.size"),
     ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
     ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),
     ("EMERGENT_TLS_KEY", "tls.key"),
@@ -230,10 +268,22 @@ impl Settings {
         if self.workspaces.max_concurrent == 0 {
             return refuse("workspaces.max_concurrent must be at least 1");
         }
-        self.workspaces
-            .default_limits()
-            .validate()
-            .map_err(|error| ConfigError::Contradiction(format!("workspaces: {}", error.message)))
+        if self.workspaces.sweep_every_seconds == 0 {
+            return refuse("workspaces.sweep_every_seconds must be at least 1");
+        }
+        if self.workspaces.idle_stop_seconds.is_some_and(|seconds| seconds < MIN_IDLE_SECONDS) {
+            return refuse(&format!("workspaces.idle_stop_seconds must be at least {MIN_IDLE_SECONDS}"));
+        }
+        if !(MIN_TTL_SECONDS..=MAX_TTL_SECONDS).contains(&self.workspaces.default_ttl_seconds) {
+            return refuse(&format!(
+                "workspaces.default_ttl_seconds must be from {MIN_TTL_SECONDS} to {MAX_TTL_SECONDS}"
+            ));
+        }
+        let unacceptable =
+            |what: &str, error: ErrorDetail| ConfigError::Contradiction(format!("{what}: {}", error.message));
+        self.pool.target().validate().map_err(|error| unacceptable("pool", error))?;
+        let limits = self.workspaces.default_limits();
+        limits.validate().map_err(|error| unacceptable("workspaces", error))
     }
 
     /// Whether only this host can reach the server.

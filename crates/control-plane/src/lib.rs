@@ -3,6 +3,7 @@
 //! ```text
 //! http/       parses, checks access, calls, converts; the only module that knows axum
 //! workspace/  placement, lifecycle, tool calls, recovery
+//! background  what runs without being asked: takes no input, looks, converges
 //! audit       one writer for the hash chain
 //! server      starting and stopping
 //! ```
@@ -10,8 +11,10 @@
 //! rows say what to finish or undo.
 
 mod audit;
+mod background;
 pub mod config;
 mod docs_page;
+mod events;
 mod http;
 mod server;
 mod tls;

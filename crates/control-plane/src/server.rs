@@ -9,7 +9,6 @@ use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -31,10 +30,11 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
 use crate::audit::Audit;
+use crate::background;
 use crate::config::Settings;
 use crate::http::{self, App};
 use crate::tls;
-use crate::workspace::{Workspaces, recovery};
+use crate::workspace::Workspaces;
 
 /// How long a client may take to send a request's head.
 const HEAD_TIME: Duration = Duration::from_secs(15);
@@ -137,13 +137,19 @@ pub async fn serve(
         tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens travel in the clear");
     }
     workspaces.check_health().await;
-    let mut background = JoinSet::new();
-    background.spawn(watch_health(Arc::clone(&workspaces)));
-    background.spawn(watch_recovery(Arc::clone(&workspaces), app.clone()));
+    if let Err(error) = workspaces.servers.look(&store).await {
+        tracing::warn!(%error, "the other servers can't be looked at");
+    }
+    let mut background = background::start(&workspaces, &app);
     on_ready(&running);
 
-    accept(listener, tls, http::router(&app), shutdown).await;
+    let ending = async {
+        shutdown.await;
+        workspaces.events.end();
+    };
+    accept(listener, tls, http::router(&app), ending).await;
     background.shutdown().await;
+    workspaces.write_uses().await;
     audit.flush().await;
     for provider in workspaces.providers() {
         if let Err(error) = provider.retire().await {
@@ -151,6 +157,9 @@ pub async fn serve(
         }
     }
     let _ = std::fs::remove_file(data_dir.join("server-url"));
+    if let Err(error) = store.forget_server(store.server()).await {
+        tracing::warn!(%error, "the other servers could not be told that this one ends");
+    }
     store.close().await;
     Ok(())
 }
@@ -224,27 +233,6 @@ fn providers(
         providers.push(Arc::new(ContainerProvider::new(Runtime::Plain, &options)?));
     }
     Ok(providers)
-}
-
-async fn watch_health(workspaces: Arc<Workspaces>) {
-    let mut ticks = tokio::time::interval(crate::workspace::HEALTH_EVERY);
-    ticks.tick().await;
-    loop {
-        ticks.tick().await;
-        workspaces.check_health().await;
-    }
-}
-
-async fn watch_recovery(workspaces: Arc<Workspaces>, app: App) {
-    let mut ticks = tokio::time::interval(recovery::RUN_EVERY);
-    loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            () = workspaces.health.back.notified() => {}
-        }
-        workspaces.recover().await;
-        app.ready.store(true, Ordering::Relaxed);
-    }
 }
 
 /// One recorder for the process.

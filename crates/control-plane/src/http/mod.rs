@@ -4,10 +4,13 @@ mod access;
 mod audit;
 mod docs;
 mod error;
+mod events;
 mod extract;
 mod operations;
 mod ops;
+mod pool;
 mod record;
+mod snapshots;
 mod stream;
 mod summary;
 mod tokens;
@@ -92,6 +95,14 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(workspaces::get, workspaces::destroy))
         .routes(routes!(workspaces::stop))
         .routes(routes!(workspaces::resume))
+        .routes(routes!(workspaces::attach))
+        .routes(routes!(workspaces::detach))
+        .routes(routes!(snapshots::create))
+        .routes(routes!(snapshots::restore))
+        .routes(routes!(snapshots::list))
+        .routes(routes!(snapshots::get, snapshots::delete))
+        .routes(routes!(pool::status, pool::set, pool::reset))
+        .routes(routes!(events::listen))
         .routes(routes!(tools::bash))
         .routes(routes!(tools::exec))
         .routes(routes!(tools::read))

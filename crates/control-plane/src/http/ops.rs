@@ -56,7 +56,8 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
             metrics::gauge!("emergent_workspaces_active", "provider" => provider.as_str()).set(count as f64);
         }
     }
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], app.metrics.render()).into_response()
+    let text = app.metrics.render() + &app.workspaces.usage_metrics();
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
 /// A fault of ours must not take the connection down without a word.

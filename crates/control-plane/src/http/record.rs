@@ -16,6 +16,7 @@ use super::error::FailedWith;
 use super::summary::SummarySlot;
 
 const HEADER: &str = "x-request-id";
+const SNAPSHOTS: &str = "/api/v1/agent/workspaces/snapshots/";
 
 /// A request's number.
 #[derive(Clone, Debug)]
@@ -92,7 +93,9 @@ fn action_of(method: &Method, path: &str) -> String {
             (&Method::POST, [tool @ ("bash" | "read" | "write" | "edit" | "glob" | "grep" | "git")]) => {
                 (*tool).to_owned()
             }
-            (&Method::POST, [change @ ("stop" | "resume")]) => format!("workspace.{change}"),
+            (&Method::POST, [change @ ("stop" | "resume" | "attach" | "detach" | "snapshot")]) => {
+                format!("workspace.{change}")
+            }
             _ => "unknown".to_owned(),
         };
     }
@@ -100,6 +103,14 @@ fn action_of(method: &Method, path: &str) -> String {
         (&Method::POST, "/api/v1/agent/workspaces") => "workspace.create",
         (&Method::GET, "/api/v1/agent/workspaces") => "workspace.list",
         (&Method::GET, "/api/v1/agent/workspaces/providers") => "providers",
+        (&Method::POST, "/api/v1/agent/workspaces/from-snapshot") => "workspace.from_snapshot",
+        (&Method::GET, "/api/v1/agent/workspaces/snapshots") => "snapshot.list",
+        (&Method::GET, path) if path.starts_with(SNAPSHOTS) => "snapshot.get",
+        (&Method::DELETE, path) if path.starts_with(SNAPSHOTS) => "snapshot.delete",
+        (&Method::GET, "/api/v1/agent/pool") => "pool.get",
+        (&Method::PUT, "/api/v1/agent/pool") => "pool.set",
+        (&Method::DELETE, "/api/v1/agent/pool") => "pool.reset",
+        (&Method::GET, "/api/v1/events") => "events",
         (&Method::POST, "/api/v1/tokens") => "token.create",
         (&Method::GET, "/api/v1/tokens") => "token.list",
         (&Method::DELETE, path) if path.starts_with("/api/v1/tokens/") => "token.revoke",

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 use crate::workspace::OutputStream;
 
 /// Proxies must not take a quiet command for a dead connection.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// Output until the answer. With an offset every event has the offset after it as its id.
 pub(super) fn events(output: OutputStream, offset: Option<u64>) -> Response {

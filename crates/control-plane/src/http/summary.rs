@@ -7,8 +7,10 @@ use std::sync::{Arc, OnceLock};
 
 use emergent_wire::access::CreateToken;
 use emergent_wire::git::GitRequest;
+use emergent_wire::pool::PoolTarget;
+use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot};
 use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest, WriteRequest};
-use emergent_wire::workspace::CreateWorkspace;
+use emergent_wire::workspace::{AttachRequest, CreateWorkspace, DetachRequest};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -48,6 +50,42 @@ fn without_credentials(url: &str) -> String {
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let host = authority.rsplit('@').next().unwrap_or_default();
     short(&format!("{scheme}://{host}/{path}"))
+}
+
+impl Summarize for AttachRequest {
+    fn summary(&self) -> Value {
+        json!({ "holder": short_option(self.holder.as_ref()) })
+    }
+}
+
+impl Summarize for DetachRequest {
+    fn summary(&self) -> Value {
+        json!({ "holder": short_option(self.holder.as_ref()), "force": self.force })
+    }
+}
+
+impl Summarize for CreateSnapshot {
+    fn summary(&self) -> Value {
+        json!({ "description": short_option(self.description.as_ref()) })
+    }
+}
+
+impl Summarize for FromSnapshot {
+    fn summary(&self) -> Value {
+        json!({
+            "snapshot_id": self.snapshot_id,
+            "resource_limits": self.resource_limits,
+            "network": self.network,
+            "ttl_seconds": self.ttl_seconds,
+            "variables": self.environment.keys().map(|name| short(name)).collect::<Vec<_>>(),
+        })
+    }
+}
+
+impl Summarize for PoolTarget {
+    fn summary(&self) -> Value {
+        json!({ "shapes": self.shapes.len(), "spares": self.shapes.iter().map(|shape| u64::from(shape.size)).sum::<u64>() })
+    }
 }
 
 impl Summarize for BashRequest {

@@ -1,7 +1,7 @@
 //! Workspaces: create, list, get, stop, resume, destroy; and the providers they run on.
 
 use axum::Json;
-use axum::extract::{Request, State};
+use axum::extract::{Extension, Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -9,25 +9,25 @@ use emergent_store::WorkspaceFilter;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::id::SessionId;
 use emergent_wire::workspace::{
-    ContainerType, CreateWorkspace, ProviderInfo, ProviderName, Workspace, WorkspaceList, WorkspaceStatus,
+    AttachRequest, ContainerType, CreateWorkspace, DetachRequest, ProviderInfo, ProviderName, Workspace,
+    WorkspaceList, WorkspaceStatus,
 };
 use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
+use super::access::Caller;
 use super::error::ApiError;
 use super::extract::{Body, Id, Params};
-use crate::workspace::error_of;
+use crate::workspace::{Creation, error_of};
 
 /// Workspaces on one page when the caller does not say.
 const DEFAULT_PAGE: u32 = 100;
 
 /// The switch that turns workspaces off.
 pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
-    if !app.workspaces.settings.workspaces.enabled
-        && request.uri().path().starts_with("/api/v1/agent/workspaces")
-    {
+    if !app.workspaces.settings.workspaces.enabled && request.uri().path().starts_with("/api/v1/agent/") {
         let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
         return ApiError::new(ErrorCode::NotFound, message).into_response();
     }
@@ -46,9 +46,22 @@ pub(super) async fn create(
     headers: HeaderMap,
     Body(request): Body<CreateWorkspace>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
-    let prefers = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
-    let at_once = prefers.flat_map(|value| value.split(',')).any(|value| value.trim() == "respond-async");
+    let at_once = prefers_async(&headers);
     let creation = app.workspaces.begin_create(request, !at_once).await?;
+    finish_create(&app, creation, at_once).await
+}
+
+pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
+    let prefers = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
+    prefers.flat_map(|value| value.split(',')).any(|value| value.trim() == "respond-async")
+}
+
+/// Makes a workspace whose intent is written down.
+pub(super) async fn finish_create(
+    app: &App,
+    creation: Creation,
+    at_once: bool,
+) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let begun = creation.workspace.clone();
     // In a task of its own: a client that goes away must not leave a half-made workspace.
     let workspaces = app.workspaces.clone();
@@ -159,8 +172,39 @@ pub(super) async fn resume(
     finish(tokio::spawn(async move { workspaces.resume(id).await })).await.map(Json)
 }
 
+/// Hold a workspace for oneself.
+///
+/// Only one can: a second holder gets 409 with the name of the first. Attaching again as the same holder is success.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/attach", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)), request_body = AttachRequest,
+    responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn attach(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Id(id): Id<WorkspaceId>,
+    Body(request): Body<AttachRequest>,
+) -> Result<Json<Workspace>, ApiError> {
+    let holder = request.holder.unwrap_or(caller.0.name);
+    Ok(Json(app.workspaces.attach(id, &holder).await?))
+}
+
+/// Let a workspace go. One that nobody holds is let go all the same.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/detach", tag = "workspaces",
+    params(("id" = WorkspaceId, Path)), request_body = DetachRequest,
+    responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn detach(
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Id(id): Id<WorkspaceId>,
+    Body(request): Body<DetachRequest>,
+) -> Result<Json<Workspace>, ApiError> {
+    let holder = request.holder.unwrap_or(caller.0.name);
+    let holder = (!request.force).then_some(holder.as_str());
+    Ok(Json(app.workspaces.detach(id, holder).await?))
+}
+
 /// Waits for a change that goes on whoever waits.
-async fn finish<T>(
+pub(super) async fn finish<T>(
     work: tokio::task::JoinHandle<Result<T, emergent_wire::ErrorDetail>>,
 ) -> Result<T, ApiError> {
     let result =

@@ -2,28 +2,37 @@
 //!
 //! ```text
 //! row 'creating' ─▶ placed on a candidate ─▶ sandbox ─▶ checkout ─▶ 'ready'
-//!                          ▲        │ failed: sandbox removed
-//!                          └────────┘ next candidate; none left: row removed (or 'error', when nobody waits)
+//!     │                    ▲        │ failed: sandbox removed
+//!     │                    └────────┘ next candidate; none left: row removed (or 'error', when nobody waits)
+//!     └─▶ a spare claimed ─▶ bound to the workspace ─▶ checkout ─▶ 'ready'
+//!                                   │ failed: spare removed, then as without one
 //! ```
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
+use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::GuestCall;
 use emergent_providers::{ProviderError, Sandbox, SharedProvider};
-use emergent_store::NewWorkspace;
+use emergent_store::{NewWorkspace, Shape, WorkspaceRecord};
+use emergent_wire::event::{Event, EventKind};
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
+use emergent_wire::snapshot::{FromSnapshot, SnapshotStatus};
 use emergent_wire::workspace::{
-    ContainerType, CreateWorkspace, Lifecycle, NetworkMode, Placement, ProviderChoice, RejectedCandidate,
-    SecurityLevel, Workspace, WorkspaceStatus,
+    ContainerType, CreateWorkspace, Lifecycle, NetworkMode, Placement, ProviderChoice, ProviderName,
+    RejectedCandidate, SecurityLevel, Workspace, WorkspaceStatus,
 };
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
 
+use tokio::sync::OwnedMutexGuard;
+
 use super::live::Reached;
 use super::placement::{self, Plan, Wish};
+use super::pool::{Claimed, Miss};
 use super::{Workspaces, error_of};
 
 /// Pauses between attempts to reach a repository.
@@ -38,8 +47,20 @@ pub(crate) struct Creation {
     /// As it stands before anything was done.
     pub(crate) workspace: Workspace,
     plan: Plan,
+    /// A spare that is its sandbox, when there was one.
+    spare: Option<Reached>,
     /// Whether somebody waits for the result; else a failure stays visible as a row.
     waited_for: bool,
+    /// Nobody else changes it meanwhile.
+    _changing: OwnedMutexGuard<()>,
+}
+
+/// What is asked for, with everything filled in.
+struct Order {
+    new: NewWorkspace,
+    environment: BTreeMap<String, String>,
+    wish: Wish,
+    may_be_warm: bool,
 }
 
 impl Workspaces {
@@ -65,74 +86,185 @@ impl Workspaces {
             deployment,
             security: request.security_level.unwrap_or(SecurityLevel::Standard),
         };
-        let plan = match placement::plan(wish, &self.known_providers()) {
-            Ok(plan) => plan,
-            Err(_) => {
-                self.recheck_unhealthy().await;
-                placement::plan(wish, &self.known_providers())?
-            }
-        };
-        let id = WorkspaceId::generate();
-        let environment_sealed = self.key.seal_environment(id, &request.environment);
         let new = NewWorkspace {
             container_type,
             repository_url: request.repository_url,
             branch: request.branch,
             deployment_mode: deployment,
             lifecycle: Lifecycle::Ephemeral,
+            created_at: self.clock.now(),
             ttl_seconds: Some(request.ttl_seconds.unwrap_or(settings.default_ttl_seconds)),
             resource_limits: limits,
             network: request.network.unwrap_or(NetworkMode::Nat),
-            environment_sealed,
-            ..NewWorkspace::agent(id, request.image.unwrap_or_else(|| settings.default_image.clone()))
+            ..NewWorkspace::agent(
+                WorkspaceId::generate(),
+                request.image.unwrap_or_else(|| settings.default_image.clone()),
+            )
         };
-        let workspace =
-            self.store.insert_creating(new, Some(settings.max_concurrent)).await.map_err(error_of)?;
-        Ok(Creation { workspace, plan, waited_for })
+        let may_be_warm = request.warm_start.unwrap_or(true);
+        self.order(Order { new, environment: request.environment, wish, may_be_warm }, waited_for).await
+    }
+
+    /// The same for a workspace that begins with the files of another.
+    pub(crate) async fn begin_from_snapshot(
+        &self,
+        request: FromSnapshot,
+        waited_for: bool,
+    ) -> Result<Creation, ErrorDetail> {
+        request.validate()?;
+        let settings = &self.settings.workspaces;
+        let snapshot = self.store.snapshot(request.snapshot_id).await.map_err(error_of)?.snapshot;
+        if snapshot.status != SnapshotStatus::Ready {
+            let message =
+                format!("snapshot {} is {}: only a ready one can be used", snapshot.id, snapshot.status);
+            return Err(ErrorDetail::new(ErrorCode::WrongState, message));
+        }
+        let limits = request.resource_limits.unwrap_or_default().or(snapshot.resource_limits);
+        limits.validate()?;
+        if limits.disk < snapshot.resource_limits.disk {
+            let message = format!(
+                "resource_limits.disk is {}: the snapshot's disk has {}, and a disk can only grow",
+                limits.disk, snapshot.resource_limits.disk
+            );
+            return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+        }
+        let provider = match snapshot.provider {
+            ProviderName::Firecracker => ProviderChoice::Firecracker,
+            ProviderName::Gvisor => ProviderChoice::Gvisor,
+            ProviderName::E2b => ProviderChoice::E2b,
+            ProviderName::Docker => ProviderChoice::Docker,
+        };
+        let wish = Wish {
+            container_type: ContainerType::AgentWorkspace,
+            provider,
+            deployment: settings.deployment_mode,
+            security: SecurityLevel::Standard,
+        };
+        let new = NewWorkspace {
+            deployment_mode: settings.deployment_mode,
+            created_at: self.clock.now(),
+            ttl_seconds: Some(request.ttl_seconds.unwrap_or(settings.default_ttl_seconds)),
+            resource_limits: limits,
+            network: request.network.unwrap_or(snapshot.network),
+            snapshot_id: Some(snapshot.id.to_string()),
+            ..NewWorkspace::agent(WorkspaceId::generate(), snapshot.image)
+        };
+        let order = Order { new, environment: request.environment, wish, may_be_warm: false };
+        self.order(order, waited_for).await
+    }
+
+    async fn order(&self, order: Order, waited_for: bool) -> Result<Creation, ErrorDetail> {
+        let plan = match placement::plan(order.wish, &self.known_providers()) {
+            Ok(plan) => plan,
+            Err(_) => {
+                self.recheck_unhealthy().await;
+                placement::plan(order.wish, &self.known_providers())?
+            }
+        };
+        if let Some(claimed) = self.claim_for(&order, &plan).await? {
+            let changing = self.lock(claimed.workspace.id).await;
+            let Claimed { workspace, reached } = claimed;
+            return Ok(Creation { workspace, plan, spare: Some(reached), waited_for, _changing: changing });
+        }
+        let id = order.new.id;
+        // Before there is a row that recovery could take for one that nobody works on.
+        let changing = self.lock(id).await;
+        let new = self.sealed(&order, id);
+        let limit = Some(self.settings.workspaces.max_concurrent);
+        let inserted = self.store.insert_creating(new, limit).await;
+        let workspace = inserted.map_err(|error| {
+            self.forget(id);
+            error_of(error)
+        })?;
+        failpoint!("create.row_written");
+        Ok(Creation { workspace, plan, spare: None, waited_for, _changing: changing })
+    }
+
+    async fn lock(&self, id: WorkspaceId) -> OwnedMutexGuard<()> {
+        Arc::clone(&self.live(id).changing).lock_owned().await
+    }
+
+    /// The row of a new workspace, its variables sealed for its id.
+    fn sealed(&self, order: &Order, id: WorkspaceId) -> NewWorkspace {
+        let environment_sealed = self.key.seal_environment(id, &order.environment);
+        NewWorkspace { id, environment_sealed, ..order.new.clone() }
+    }
+
+    /// A spare for the first choice of the plan, if there is one.
+    async fn claim_for(&self, order: &Order, plan: &Plan) -> Result<Option<Claimed>, ErrorDetail> {
+        let Some(first) = plan.candidates.first().filter(|_| order.may_be_warm) else {
+            return Ok(None);
+        };
+        let shape = Shape {
+            provider: first.provider,
+            image: order.new.image.clone(),
+            network: order.new.network,
+            limits: order.new.resource_limits,
+        };
+        let provider = self.provider(first.provider)?;
+        let placement = first.placement(&plan.rejected);
+        let claimed = self.claim(provider, &shape, &placement, |id| self.sealed(order, id)).await?;
+        match claimed {
+            Ok(claimed) => {
+                failpoint!("claim.row_written");
+                Ok(Some(claimed))
+            }
+            Err(Miss::Off) => Ok(None),
+            Err(miss) => {
+                tracing::info!(reason = miss.reason(), provider = %shape.provider, image = shape.image, "no spare fits");
+                metrics::counter!("emergent_pool_misses_total", "reason" => miss.reason()).increment(1);
+                Ok(None)
+            }
+        }
     }
 
     /// Makes the workspace. Runs to its end whoever waits.
     pub(crate) async fn finish_create(
         self: &Arc<Self>,
-        creation: Creation,
+        mut creation: Creation,
     ) -> Result<Workspace, ErrorDetail> {
         let id = creation.workspace.id;
-        let live = self.live(id);
-        let _changing = live.changing.lock().await;
         let begun = Instant::now();
         let mut rejected = creation.plan.rejected.clone();
         let mut failures: Vec<(RejectedCandidate, ErrorDetail)> = Vec::new();
+        let mut spare = creation.spare.take();
         for candidate in &creation.plan.candidates {
-            let placement = Placement {
-                provider: candidate.provider,
-                reason: candidate.reason.clone(),
-                rejected: rejected.clone(),
-                warm_hit: false,
-            };
             let provider = self.provider(candidate.provider)?.clone();
-            match self.create_on(&provider, id, &placement).await {
+            if let Some(reached) = spare.take() {
+                match self.bind(&provider, id, reached).await {
+                    Ok(workspace) => {
+                        self.created(&workspace, candidate.provider, begun, true);
+                        return Ok(workspace);
+                    }
+                    Err(error) => {
+                        tracing::warn!(workspace = %id, %error, "a spare can't be used; the workspace is made without");
+                        metrics::counter!("emergent_pool_misses_total", "reason" => "dead").increment(1);
+                        if let Err(problem) = provider.destroy(id).await {
+                            return Err(self.leave_to_recovery(id, error, &problem).await);
+                        }
+                        if is_final(&error) {
+                            failures.push((candidate.rejected(&error), error));
+                            break;
+                        }
+                    }
+                }
+            }
+            match self.create_on(&provider, id, &candidate.placement(&rejected)).await {
                 Ok(workspace) => {
-                    tracing::info!(workspace = %id, provider = %candidate.provider, took_ms = begun.elapsed().as_millis(), "created");
-                    metrics::counter!("emergent_placements_total", "provider" => candidate.provider.as_str())
-                        .increment(1);
-                    metrics::histogram!("emergent_create_seconds", "provider" => candidate.provider.as_str())
-                        .record(begun.elapsed().as_secs_f64());
+                    self.created(&workspace, candidate.provider, begun, false);
                     return Ok(workspace);
                 }
                 Err(error) => {
-                    tracing::warn!(workspace = %id, provider = %candidate.provider, error = %error, "create failed");
-                    metrics::counter!("emergent_fallbacks_total", "provider" => candidate.provider.as_str())
-                        .increment(1);
-                    let failed =
-                        RejectedCandidate { provider: candidate.provider, reason: error.message.clone() };
+                    self.fell_back(id, candidate.provider, &error);
                     let removed = provider.destroy(id).await;
+                    failpoint!("create.undone");
                     self.recheck(&provider).await;
                     if let Err(problem) = removed {
                         return Err(self.leave_to_recovery(id, error, &problem).await);
                     }
-                    rejected.push(failed.clone());
-                    let is_final = error.code == ErrorCode::WrongState || error.code == ErrorCode::GitFailed;
-                    failures.push((failed, error));
+                    rejected.push(candidate.rejected(&error));
+                    let is_final = is_final(&error);
+                    failures.push((candidate.rejected(&error), error));
                     if is_final {
                         break;
                     }
@@ -145,8 +277,69 @@ impl Workspaces {
             self.forget(id);
         } else {
             let _ = self.store.set_error(id, &error.message).await;
+            self.events.workspace(EventKind::WorkspaceError, id, error.message.as_str());
         }
         Err(error)
+    }
+
+    fn created(&self, workspace: &Workspace, provider: ProviderName, begun: Instant, is_warm: bool) {
+        let (id, took) = (workspace.id, begun.elapsed());
+        tracing::info!(workspace = %id, %provider, warm = is_warm, took_ms = took.as_millis(), "created");
+        metrics::counter!("emergent_placements_total", "provider" => provider.as_str()).increment(1);
+        if is_warm {
+            metrics::counter!("emergent_pool_hits_total").increment(1);
+            metrics::histogram!("emergent_claim_seconds", "provider" => provider.as_str())
+                .record(took.as_secs_f64());
+        } else {
+            metrics::histogram!("emergent_create_seconds", "provider" => provider.as_str())
+                .record(took.as_secs_f64());
+        }
+        let how = if is_warm { "from the warm pool" } else { "from scratch" };
+        self.events.workspace(EventKind::WorkspaceReady, id, format!("it was made on {provider} {how}"));
+    }
+
+    fn fell_back(&self, id: WorkspaceId, provider: ProviderName, error: &ErrorDetail) {
+        tracing::warn!(workspace = %id, %provider, %error, "create failed");
+        metrics::counter!("emergent_fallbacks_total", "provider" => provider.as_str()).increment(1);
+        self.events.tell(Event {
+            at: Utc::now(),
+            kind: EventKind::PlacementFallback,
+            workspace_id: Some(id),
+            provider: Some(provider),
+            message: error.message.clone(),
+        });
+    }
+
+    /// Makes a claimed spare the workspace's own: variables, files.
+    async fn bind(
+        self: &Arc<Self>,
+        provider: &SharedProvider,
+        id: WorkspaceId,
+        reached: Reached,
+    ) -> Result<Workspace, ErrorDetail> {
+        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        let spec = self.spec_of(&record).await?;
+        provider.configure(&spec, &reached.channel).await?;
+        failpoint!("claim.configured");
+        if let Some(url) = &record.workspace.repository_url {
+            let warnings = checkout(&reached.channel, url, record.workspace.branch.as_deref()).await?;
+            if !warnings.is_empty() {
+                self.add_warnings(&record, warnings).await?;
+            }
+        }
+        let workspace = self.store.set_ready(id, self.clock.now()).await.map_err(error_of)?;
+        failpoint!("claim.ready");
+        self.live(id).set_reached(reached);
+        Ok(workspace)
+    }
+
+    /// Puts warnings to those that the workspace has.
+    async fn add_warnings(&self, record: &WorkspaceRecord, new: Vec<String>) -> Result<(), ErrorDetail> {
+        let known = record.workspace.metadata.get("warnings").cloned().unwrap_or_default();
+        let mut all: Vec<String> = serde_json::from_value(known).unwrap_or_default();
+        all.extend(new);
+        let fields = Map::from_iter([("warnings".to_owned(), json!(all))]);
+        self.store.merge_metadata(record.workspace.id, fields).await.map_err(error_of).map(drop)
     }
 
     async fn create_on(
@@ -157,15 +350,19 @@ impl Workspaces {
     ) -> Result<Workspace, ErrorDetail> {
         let name = format!("agent-workspace-{id}");
         self.store.set_placed(id, provider.name(), &name, placement).await.map_err(error_of)?;
+        failpoint!("create.placed");
         let record = self.store.workspace_record(id).await.map_err(error_of)?;
         let spec = self.spec_of(&record).await?;
         let sandbox = provider.create(&spec).await?;
+        failpoint!("create.sandbox_made");
         let mut warnings = sandbox.warnings.clone();
         if let Some(url) = &record.workspace.repository_url {
             warnings.extend(checkout(&sandbox.channel, url, record.workspace.branch.as_deref()).await?);
         }
         self.write_down(id, &sandbox, warnings).await?;
-        let workspace = self.store.set_ready(id, Utc::now()).await.map_err(error_of)?;
+        failpoint!("create.written_down");
+        let workspace = self.store.set_ready(id, self.clock.now()).await.map_err(error_of)?;
+        failpoint!("create.ready");
         let reached = Reached { channel: sandbox.channel, provider: provider.name() };
         self.live(id).set_reached(reached);
         Ok(workspace)
@@ -208,6 +405,8 @@ impl Workspaces {
 
     /// Recovers from a server that ended while it made a workspace: nobody waits for it any more.
     pub(super) async fn abandon_creation(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
+        let live = self.live(id);
+        let _changing = live.changing.lock().await;
         let record = self.store.workspace_record(id).await.map_err(error_of)?;
         if record.workspace.status == WorkspaceStatus::Creating {
             if record.workspace.provider.is_some() {
@@ -219,6 +418,11 @@ impl Workspaces {
         self.forget(id);
         Ok(())
     }
+}
+
+/// Whether no other provider would do better.
+fn is_final(error: &ErrorDetail) -> bool {
+    matches!(error.code, ErrorCode::WrongState | ErrorCode::NotFound | ErrorCode::GitFailed)
 }
 
 /// One error out of all failures.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_providers::{Health, SharedProvider};
+use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{
     Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus,
 };
@@ -14,6 +15,7 @@ use tokio::sync::Notify;
 
 use super::Workspaces;
 use super::placement::Known;
+use crate::events::Events;
 
 /// How often every provider is checked.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(30);
@@ -36,8 +38,8 @@ impl HealthBoard {
         self.checks.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned()
     }
 
-    /// Writes down a check, and a change in the log.
-    fn note(&self, name: ProviderName, health: Health) {
+    /// Writes down a check; tells a change.
+    fn note(&self, name: ProviderName, health: Health, events: &Events) {
         let problem = health.problem.clone();
         let before = {
             let mut checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
@@ -49,8 +51,14 @@ impl HealthBoard {
         }
         if was_healthy != Some(problem.is_none()) {
             match &problem {
-                None => tracing::info!(provider = %name, "the provider is healthy"),
-                Some(problem) => tracing::warn!(provider = %name, problem, "the provider is unhealthy"),
+                None => {
+                    tracing::info!(provider = %name, "the provider is healthy");
+                    events.provider(EventKind::ProviderHealthy, name, "it works");
+                }
+                Some(problem) => {
+                    tracing::warn!(provider = %name, problem, "the provider is unhealthy");
+                    events.provider(EventKind::ProviderUnhealthy, name, problem.as_str());
+                }
             }
             let state = if problem.is_none() { "healthy" } else { "unhealthy" };
             metrics::counter!("emergent_provider_state_changes_total", "provider" => name.as_str(), "state" => state)
@@ -76,14 +84,14 @@ impl Workspaces {
     /// Checks all providers at once.
     pub(crate) async fn check_health(&self) {
         let checks = self.providers().iter().map(|provider| async {
-            self.health.note(provider.name(), check(provider).await);
+            self.health.note(provider.name(), check(provider).await, &self.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
     /// A provider has just failed: it is looked at again at once.
     pub(super) async fn recheck(&self, provider: &SharedProvider) {
-        self.health.note(provider.name(), check(provider).await);
+        self.health.note(provider.name(), check(provider).await, &self.events);
     }
 
     /// Looks again at the providers that were found unhealthy a while ago: they may be back.

@@ -1,23 +1,26 @@
 //! Stop, resume, destroy, and how a workspace's sandbox is reached.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use chrono::Utc;
+use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{GuestCall, ShutdownCall};
-use emergent_providers::ProviderError;
-use emergent_store::StoreError;
+use emergent_providers::{ProviderError, SandboxSpec};
+use emergent_store::{StoreError, WorkspaceRecord};
+use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
 
-use super::live::{Live, Reached};
+use super::live::{Busy, Live, Reached};
 use super::{Workspaces, error_of};
 
 /// How long the commands of a busy workspace have before it is removed.
 const DESTROY_GRACE: Duration = Duration::from_secs(10);
+/// How long it may take to open a channel that is not needed at all costs.
+const OPEN_WITHIN: Duration = Duration::from_secs(10);
 
 impl Workspaces {
     /// Stops a workspace; its files are kept. Stopping a stopped one is success.
@@ -32,6 +35,8 @@ impl Workspaces {
             Err(StoreError::WrongState { status: Stopping, .. }) => {}
             Err(error) => return Err(error_of(error)),
         }
+        failpoint!("stop.row_written");
+        self.write_use(id, Some(self.clock.now())).await;
         self.finish_stop(id).await
     }
 
@@ -49,7 +54,11 @@ impl Workspaces {
         let _reached = live.close_to_calls();
         // When this fails the intent stays: recovery tries again.
         provider.stop(id).await?;
-        self.store.transition(id, &[Stopping], Stopped).await.map_err(error_of)
+        failpoint!("stop.sandbox_stopped");
+        let workspace = self.store.transition(id, &[Stopping], Stopped).await.map_err(error_of)?;
+        failpoint!("stop.done");
+        self.events.workspace(EventKind::WorkspaceStopped, id, "it is stopped; its files are kept");
+        Ok(workspace)
     }
 
     /// Resumes a stopped workspace. Resuming a ready one is success.
@@ -62,29 +71,65 @@ impl Workspaces {
             WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}
             status => return Err(super::wrong_state(id, status)),
         }
-        let spec = self.spec_of(&record).await?;
-        let provider = self.provider_of(&record)?;
-        let sandbox = provider.resume(&spec).await?;
+        // The row says 'stopped' until it is resumed: others must not stop what is being started.
+        self.take_over(&record).await?;
+        failpoint!("resume.taken");
+        let resumed = self.start_again(&record).await;
+        let reached = match resumed {
+            Ok(reached) => reached,
+            Err(error) => {
+                let _ = self.store.release(id).await;
+                return Err(error);
+            }
+        };
+        failpoint!("resume.sandbox_started");
         let from = [WorkspaceStatus::Stopped, WorkspaceStatus::Error];
-        let workspace = self.store.transition(id, &from, WorkspaceStatus::Ready).await.map_err(error_of)?;
-        let _ = self.store.touch(id, Utc::now()).await;
-        live.set_reached(Reached { channel: sandbox.channel, provider: provider.name() });
-        Ok(workspace)
+        self.store.transition(id, &from, WorkspaceStatus::Ready).await.map_err(error_of)?;
+        let _ = self.store.touch(id, self.clock.now()).await;
+        failpoint!("resume.ready");
+        live.set_reached(reached);
+        self.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
+        self.store.workspace(id).await.map_err(error_of)
+    }
+
+    /// Starts the sandbox of a stopped workspace.
+    async fn start_again(&self, record: &WorkspaceRecord) -> Result<Reached, ErrorDetail> {
+        let spec = self.spec_of(record).await?;
+        let provider = self.provider_of(record)?;
+        let sandbox = provider.resume(&spec).await?;
+        Ok(Reached { channel: sandbox.channel, provider: provider.name() })
+    }
+
+    /// Makes this server the one that changes a workspace, unless another is at it.
+    async fn take_over(&self, record: &WorkspaceRecord) -> Result<(), ErrorDetail> {
+        let id = record.workspace.id;
+        let is_free = record.owner.is_none_or(|owner| !self.servers.is_alive(owner));
+        if is_free && self.store.take_over(id, record.owner).await.map_err(error_of)? {
+            return Ok(());
+        }
+        let message = format!("workspace {id} is being changed by another server: retry in a moment");
+        Err(ErrorDetail::new(ErrorCode::Conflict, message))
     }
 
     /// Removes a workspace and everything that belongs to it.
     pub(crate) async fn destroy(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
         let all = WorkspaceStatus::ALL;
         self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+        failpoint!("destroy.row_written");
         self.finish_destroy(id).await
     }
 
     /// Carries out a removal that was written down.
     pub(super) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
         let live = self.live(id);
-        if let Some(reached) = live.close_to_calls() {
-            end_commands(&reached.channel, live.calls.load(Ordering::SeqCst)).await;
+        let channel = match live.close_to_calls() {
+            Some(reached) => Some(reached.channel),
+            None => self.open_channel_of(id).await,
+        };
+        if let Some(channel) = channel {
+            end_commands(&channel, live.calls()).await;
         }
+        failpoint!("destroy.commands_ended");
         let _changing = live.changing.lock().await;
         live.close_to_calls();
         let record = match self.store.workspace_record(id).await {
@@ -99,31 +144,56 @@ impl Workspaces {
         if record.workspace.provider.is_some() {
             self.provider_of(&record)?.destroy(id).await?;
         }
+        failpoint!("destroy.sandbox_removed");
         self.store.delete_workspace(id).await.map_err(error_of)?;
+        failpoint!("destroy.row_deleted");
         self.forget(id);
         tracing::info!(workspace = %id, "destroyed");
+        self.events.workspace(EventKind::WorkspaceDestroyed, id, "it is gone");
         Ok(())
     }
 
-    /// How a ready workspace is reached; its channel opened again, and its sandbox started again, where needed.
+    /// A channel to a sandbox that this process has none to, if it runs.
+    pub(super) async fn open_channel_of(&self, id: WorkspaceId) -> Option<GuestClient> {
+        let opened = async {
+            let record = self.store.workspace_record(id).await.ok()?;
+            let spec = SandboxSpec { configuration: None, ..self.spec_of(&record).await.ok()? };
+            self.provider_of(&record).ok()?.open_channel(&spec).await.ok()
+        };
+        tokio::time::timeout(OPEN_WITHIN, opened).await.ok().flatten()
+    }
+
+    /// Begins a call to a ready workspace; its channel is opened again, and its sandbox started again, where needed.
     pub(super) async fn reach(
         self: &Arc<Self>,
         id: WorkspaceId,
-    ) -> Result<(Arc<Live>, Reached), ErrorDetail> {
+    ) -> Result<(Arc<Live>, Reached, Busy), ErrorDetail> {
         let known = self.live_map().get(&id).cloned();
-        if let Some((live, reached)) = known.and_then(|live| live.reached().map(|reached| (live, reached))) {
-            return Ok((live, reached));
+        if let Some(live) = known
+            && let Some((reached, busy)) = live.begin_call()
+        {
+            return Ok((live, reached, busy));
         }
         // Before anything is remembered of an id that may be nobody's.
         self.ready_record(id).await?;
         let live = self.live(id);
         let _changing = live.changing.lock().await;
-        if let Some(reached) = live.reached() {
-            return Ok((Arc::clone(&live), reached));
+        if let Some((reached, busy)) = live.begin_call() {
+            return Ok((Arc::clone(&live), reached, busy));
         }
-        let reached = self.reconnect(id).await?;
-        live.set_reached(reached.clone());
-        Ok((Arc::clone(&live), reached))
+        live.set_reached(self.reconnect(id).await?);
+        match live.begin_call() {
+            Some((reached, busy)) => Ok((Arc::clone(&live), reached, busy)),
+            None => Err(ErrorDetail::new(
+                ErrorCode::SandboxLost,
+                "the sandbox ended as soon as it was reached: try again",
+            )),
+        }
+    }
+
+    /// Reaches a workspace that nobody calls, as a sign that it can be used.
+    pub(super) async fn examine(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
+        self.reach(id).await.map(drop)
     }
 
     /// Opens a channel to a workspace, whose sandbox may have ended.
@@ -144,6 +214,11 @@ impl Workspaces {
                 let note = json!({ "at": Utc::now(), "reason": why });
                 let _ =
                     self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
+                self.events.workspace(
+                    EventKind::WorkspaceRestarted,
+                    id,
+                    format!("its sandbox had ended: {why}"),
+                );
                 sandbox.channel
             }
             Err(error) => return Err(error.into()),
@@ -162,6 +237,7 @@ impl Workspaces {
         let message = format!("the sandbox has ended ({why}) and can't be started again: {error}");
         if !matches!(error, ProviderError::Unavailable(_) | ProviderError::TimedOut { .. }) {
             let _ = self.store.set_error(id, &message).await;
+            self.events.workspace(EventKind::WorkspaceError, id, message.as_str());
         }
         let mut detail = ErrorDetail::from(error);
         detail.message = message;

@@ -1,28 +1,41 @@
-//! What this process knows of a workspace: its channel, whether it is busy, who is changing it.
+//! What this process knows of a workspace: its channel, its calls, its last use, who is changing it.
 //!
 //! Nothing here is needed after a restart: the store and the provider know everything that matters.
+//!
+//! Invariant: a call is counted in the same step in which it gets the channel, so whoever finds no calls and takes the
+//! channel away ([`Live::close_if_idle`]) knows that none has begun.
 
-use std::sync::atomic::AtomicUsize;
-use std::sync::{Mutex as StdMutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use emergent_guest_client::GuestClient;
 use emergent_wire::workspace::ProviderName;
 use tokio::sync::Mutex;
 
-/// A use is written down at most this often.
-const TOUCH_EVERY: Duration = Duration::from_secs(60);
+use super::usage::Measured;
+
+/// A use is written down at most this often, unless somebody wants to know.
+const WRITE_EVERY: Duration = Duration::from_secs(10);
 
 /// A workspace as this process knows it.
 #[derive(Default)]
 pub(crate) struct Live {
-    /// Held while the sandbox is made, stopped, resumed, removed or reconnected: one change at a time.
-    pub(crate) changing: Mutex<()>,
+    /// Held while the sandbox is made, stopped, resumed, copied, removed or reconnected: one change at a time.
+    pub(crate) changing: Arc<Mutex<()>>,
+    traffic: StdMutex<Traffic>,
+    pub(super) measured: StdMutex<Measured>,
+}
+
+#[derive(Default)]
+struct Traffic {
     /// How calls reach the sandbox, while they may: none once the workspace is to be stopped or removed.
-    reached: StdMutex<Option<Reached>>,
+    reached: Option<Reached>,
     /// Calls in progress.
-    pub(crate) calls: AtomicUsize,
-    touched: StdMutex<Option<Instant>>,
+    calls: usize,
+    /// A use that was not yet written down.
+    used: Option<DateTime<Utc>>,
+    written: Option<Instant>,
 }
 
 /// How a ready workspace is reached.
@@ -33,36 +46,85 @@ pub(crate) struct Reached {
     pub(crate) provider: ProviderName,
 }
 
+/// A call in progress; it ends when this is dropped.
+pub(crate) struct Busy(Arc<Live>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.traffic().calls -= 1;
+    }
+}
+
+/// There are calls in progress.
+pub(crate) struct InUse;
+
 impl Live {
-    fn slot(&self) -> MutexGuard<'_, Option<Reached>> {
-        self.reached.lock().unwrap_or_else(PoisonError::into_inner)
+    fn traffic(&self) -> MutexGuard<'_, Traffic> {
+        self.traffic.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How the sandbox is reached, if its channel is open. While it is, no call needs to ask the store.
+    /// Begins a call, if the sandbox's channel is open. While it is, no call needs to ask the store.
+    pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(Reached, Busy)> {
+        let mut traffic = self.traffic();
+        let reached = traffic.open_channel()?;
+        traffic.calls += 1;
+        drop(traffic);
+        Some((reached, Busy(Arc::clone(self))))
+    }
+
+    /// How the sandbox is reached, if its channel is open.
     pub(crate) fn reached(&self) -> Option<Reached> {
-        let mut slot = self.slot();
-        if slot.as_ref().is_some_and(|reached| reached.channel.is_closed()) {
-            *slot = None;
-        }
-        slot.clone()
+        self.traffic().open_channel()
     }
 
     pub(crate) fn set_reached(&self, new: Reached) {
-        *self.slot() = Some(new);
+        self.traffic().reached = Some(new);
     }
 
     /// From now on calls ask the store first. The channel lives as long as what is returned.
     pub(crate) fn close_to_calls(&self) -> Option<Reached> {
-        self.slot().take()
+        self.traffic().reached.take()
     }
 
-    /// Whether a use should be written down now.
-    pub(crate) fn should_touch(&self) -> bool {
-        let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
-        let due = touched.is_none_or(|at| at.elapsed() >= TOUCH_EVERY);
-        if due {
-            *touched = Some(Instant::now());
+    /// The same, unless there are calls.
+    pub(crate) fn close_if_idle(&self) -> Result<Option<Reached>, InUse> {
+        let mut traffic = self.traffic();
+        if traffic.calls > 0 { Err(InUse) } else { Ok(traffic.reached.take()) }
+    }
+
+    /// Calls in progress.
+    pub(crate) fn calls(&self) -> usize {
+        self.traffic().calls
+    }
+
+    /// Notes a use. Gives it back when it is time to write it down.
+    pub(crate) fn note_use(&self, now: DateTime<Utc>) -> Option<DateTime<Utc>> {
+        let mut traffic = self.traffic();
+        traffic.used = Some(now);
+        traffic.written.is_none_or(|at| at.elapsed() >= WRITE_EVERY).then(|| traffic.take_use()).flatten()
+    }
+
+    /// The last use, if it is not yet written down; it is the caller's to write. A call in progress is a use now.
+    pub(crate) fn unwritten_use(&self, now: DateTime<Utc>) -> Option<DateTime<Utc>> {
+        let mut traffic = self.traffic();
+        if traffic.calls > 0 {
+            traffic.used = Some(now);
         }
-        due
+        traffic.take_use()
+    }
+}
+
+impl Traffic {
+    fn open_channel(&mut self) -> Option<Reached> {
+        if self.reached.as_ref().is_some_and(|reached| reached.channel.is_closed()) {
+            self.reached = None;
+        }
+        self.reached.clone()
+    }
+
+    fn take_use(&mut self) -> Option<DateTime<Utc>> {
+        let used = self.used.take()?;
+        self.written = Some(Instant::now());
+        Some(used)
     }
 }

@@ -1,13 +1,20 @@
 //! Workspaces: where they are placed, how they live, how tools reach them, and how a crash heals.
 
-mod busy;
+mod clock;
 mod create;
+#[cfg(test)]
+mod fallback_tests;
 mod health;
 mod lifecycle;
 mod live;
 pub(crate) mod placement;
+pub(crate) mod pool;
 pub(crate) mod recovery;
+pub(crate) mod servers;
+mod snapshots;
+pub(crate) mod sweep;
 mod tools;
+pub(crate) mod usage;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,12 +22,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use emergent_guest_protocol::Configuration;
 use emergent_providers::{SandboxSpec, SharedProvider};
 use emergent_store::{SealingKey, Store, StoreError, WorkspaceRecord};
-use emergent_wire::workspace::{ProviderName, WorkspaceStatus};
+use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus, check_holder};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 
 use crate::config::Settings;
+use crate::events::Events;
+use clock::Clock;
+pub(crate) use create::Creation;
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
 use live::Live;
+use pool::Pool;
+use servers::Servers;
 pub(crate) use tools::{FileStream, OutputStream};
 
 /// Where file tools stay when the settings say so.
@@ -35,6 +47,10 @@ pub(crate) struct Workspaces {
     providers: Vec<SharedProvider>,
     pub(crate) health: HealthBoard,
     live: Mutex<HashMap<WorkspaceId, Arc<Live>>>,
+    pub(crate) pool: Pool,
+    pub(crate) servers: Servers,
+    pub(crate) events: Events,
+    clock: Clock,
 }
 
 impl Workspaces {
@@ -51,6 +67,10 @@ impl Workspaces {
             providers,
             health: HealthBoard::default(),
             live: Mutex::default(),
+            pool: Pool::default(),
+            servers: Servers::default(),
+            events: Events::default(),
+            clock: Clock::start(),
         })
     }
 
@@ -103,12 +123,44 @@ impl Workspaces {
             image: record.image.clone(),
             limits: workspace.resource_limits,
             network: record.network,
-            configuration: Configuration {
+            snapshot: workspace.snapshot_id.as_deref().and_then(|id| id.parse().ok()),
+            configuration: Some(Configuration {
                 environment,
                 confined_to: if confined { CONFINED_TO.map(str::to_owned).to_vec() } else { Vec::new() },
                 ..Configuration::default()
-            },
+            }),
         })
+    }
+
+    /// A workspace as callers see it, with what it uses.
+    pub(crate) async fn get(&self, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
+        let live = self.live_map().get(&id).cloned();
+        if let Some(live) = &live {
+            self.write_use(id, live.unwritten_use(self.clock.now())).await;
+        }
+        let mut workspace = self.store.workspace(id).await.map_err(error_of)?;
+        if let Some(live) = live.filter(|_| workspace.status == WorkspaceStatus::Ready) {
+            workspace.usage = self.measure(&live, &workspace.resource_limits).await;
+        }
+        Ok(workspace)
+    }
+
+    /// Lets somebody hold a workspace for itself.
+    pub(crate) async fn attach(&self, id: WorkspaceId, holder: &str) -> Result<Workspace, ErrorDetail> {
+        check_holder(holder)?;
+        let attached = self.store.attach(id, holder, self.clock.now()).await.map_err(error_of)?;
+        attached.map_err(|other| held_by(id, &other))
+    }
+
+    /// Ends that; whoever holds it, if no holder is given.
+    pub(crate) async fn detach(
+        &self,
+        id: WorkspaceId,
+        holder: Option<&str>,
+    ) -> Result<Workspace, ErrorDetail> {
+        holder.map_or(Ok(()), check_holder)?;
+        let detached = self.store.detach(id, holder).await.map_err(error_of)?;
+        detached.map_err(|other| held_by(id, &other))
     }
 
     /// A workspace that can be used with tools now.
@@ -150,8 +202,18 @@ pub(crate) fn error_of(error: StoreError) -> ErrorDetail {
     }
 }
 
+fn held_by(id: WorkspaceId, holder: &str) -> ErrorDetail {
+    let message =
+        format!("workspace {id} is attached to '{holder}': wait until it detaches, or detach it with force");
+    ErrorDetail::new(ErrorCode::Conflict, message).with_details(serde_json::json!({ "attached_to": holder }))
+}
+
 fn path_of(kind: &str) -> &'static str {
-    if kind == "token" { "tokens" } else { "agent/workspaces" }
+    match kind {
+        "token" => "tokens",
+        "snapshot" => "agent/workspaces/snapshots",
+        _ => "agent/workspaces",
+    }
 }
 
 /// Says what state a workspace is in, and what to do about it.

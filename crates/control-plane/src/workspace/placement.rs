@@ -5,8 +5,8 @@
 //! where the configuration allows it.
 
 use emergent_wire::workspace::{
-    ContainerType, DeploymentMode, IsolationLevel, ProviderChoice, ProviderName, RejectedCandidate,
-    SecurityLevel,
+    ContainerType, DeploymentMode, IsolationLevel, Placement, ProviderChoice, ProviderName,
+    RejectedCandidate, SecurityLevel,
 };
 use emergent_wire::{ErrorCode, ErrorDetail};
 
@@ -40,6 +40,23 @@ pub(crate) struct Plan {
 pub(crate) struct Candidate {
     pub(crate) provider: ProviderName,
     pub(crate) reason: String,
+}
+
+impl Candidate {
+    /// What is written down when this one is tried.
+    pub(crate) fn placement(&self, rejected: &[RejectedCandidate]) -> Placement {
+        Placement {
+            provider: self.provider,
+            reason: self.reason.clone(),
+            rejected: rejected.to_vec(),
+            warm_hit: false,
+        }
+    }
+
+    /// What is written down when it has failed.
+    pub(crate) fn rejected(&self, error: &ErrorDetail) -> RejectedCandidate {
+        RejectedCandidate { provider: self.provider, reason: error.message.clone() }
+    }
 }
 
 /// Chooses.
@@ -107,11 +124,14 @@ fn reason(wish: Wish, name: ProviderName, rejected: &[RejectedCandidate]) -> Str
     if wish.provider.explicit().is_some() {
         return format!("{name} was asked for");
     }
-    let better: Vec<&str> = rejected.iter().map(|candidate| candidate.provider.as_str()).collect();
+    let better: Vec<String> = rejected
+        .iter()
+        .map(|candidate| format!("{} can't be used ({})", candidate.provider, candidate.reason))
+        .collect();
     if better.is_empty() {
         return format!("{name} is the first choice for this kind of workspace");
     }
-    format!("{name} is the best that can be used; not {}", better.join(", "))
+    format!("{name} is the best there is here: {}", better.join(", "))
 }
 
 fn nothing_fits(wish: Wish, rejected: &[RejectedCandidate]) -> ErrorDetail {
@@ -137,6 +157,8 @@ mod tests {
 
     use super::*;
 
+    use ProviderName::{Docker, E2b, Firecracker, Gvisor};
+
     fn known(name: ProviderName, problem: Option<&str>) -> Known {
         let isolation = match name {
             ProviderName::Firecracker | ProviderName::E2b => IsolationLevel::Microvm,
@@ -146,18 +168,72 @@ mod tests {
         Known { name, isolation, problem: problem.map(str::to_owned) }
     }
 
+    const AUTO: Wish = Wish {
+        container_type: ContainerType::AgentWorkspace,
+        provider: ProviderChoice::Auto,
+        deployment: DeploymentMode::SelfHosted,
+        security: SecurityLevel::Standard,
+    };
+    const MANAGED: Wish = Wish { deployment: DeploymentMode::Managed, ..AUTO };
+    const SERVER: Wish = Wish { container_type: ContainerType::McpServer, ..AUTO };
+
+    /// The order in which providers are tried.
+    fn order(wish: Wish, known: &[Known]) -> Vec<ProviderName> {
+        plan(wish, known).unwrap().candidates.iter().map(|candidate| candidate.provider).collect()
+    }
+
+    #[test]
+    fn self_hosted_deployment_with_kvm_available() {
+        let all = [known(Firecracker, None), known(Gvisor, None)];
+        assert_eq!(order(AUTO, &all), [Firecracker, Gvisor]);
+        let reason = plan(AUTO, &all).unwrap().candidates.remove(0).reason;
+        assert_eq!(reason, "firecracker is the first choice for this kind of workspace");
+    }
+
+    #[test]
+    fn self_hosted_deployment_without_kvm() {
+        let all = [known(Firecracker, Some("KVM not available")), known(Gvisor, None)];
+        let plan = plan(AUTO, &all).unwrap();
+        assert_eq!(plan.candidates.len(), 1);
+        assert_eq!(plan.candidates[0].provider, Gvisor);
+        assert!(plan.candidates[0].reason.contains("KVM not available"), "{plan:?}");
+        assert_eq!(plan.rejected[0].provider, Firecracker);
+    }
+
+    #[test]
+    fn managed_deployment_with_e2b_configured() {
+        let all = [known(Firecracker, None), known(Gvisor, None), known(E2b, None)];
+        assert_eq!(order(MANAGED, &all), [E2b, Firecracker, Gvisor]);
+        // On one's own machines the cloud comes last.
+        assert_eq!(order(AUTO, &all), [Firecracker, Gvisor, E2b]);
+    }
+
+    #[test]
+    fn managed_deployment_without_e2b() {
+        let all = [known(Firecracker, None), known(Gvisor, None)];
+        assert_eq!(order(MANAGED, &all), [Firecracker, Gvisor]);
+        assert_eq!(order(MANAGED, &all[1..]), [Gvisor]);
+        let rejected = plan(MANAGED, &all).unwrap().rejected;
+        assert!(rejected.iter().any(|one| one.provider == E2b && one.reason.contains("API key")));
+    }
+
+    #[test]
+    fn agent_workspace_defaults_to_firecracker() {
+        let all = [known(Gvisor, None), known(Docker, None), known(Firecracker, None)];
+        assert_eq!(order(AUTO, &all), [Firecracker, Gvisor, Docker]);
+    }
+
+    #[test]
+    fn mcp_server_defaults_to_gvisor() {
+        let all = [known(Firecracker, None), known(Gvisor, None), known(E2b, None)];
+        assert_eq!(order(SERVER, &all), [Gvisor, Firecracker]);
+    }
+
     #[test]
     fn default_mcp_server_creation_uses_gvisor() {
-        let all = [known(ProviderName::Firecracker, None), known(ProviderName::Gvisor, None)];
-        let wish = |container_type| Wish {
-            container_type,
-            provider: ProviderChoice::Auto,
-            deployment: DeploymentMode::SelfHosted,
-            security: SecurityLevel::Standard,
-        };
-        let first = |container_type| plan(wish(container_type), &all).unwrap().candidates.remove(0);
-        assert_eq!(first(ContainerType::McpServer).provider, ProviderName::Gvisor);
-        assert_eq!(first(ContainerType::AgentWorkspace).provider, ProviderName::Firecracker);
+        let all = [known(Firecracker, None), known(Gvisor, None)];
+        assert_eq!(order(SERVER, &all)[0], Gvisor);
+        assert_eq!(order(AUTO, &all)[0], Firecracker);
     }
 
     fn any_wish() -> impl Strategy<Value = Wish> {

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_providers::{Observed, ObservedState};
+use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ProviderName, WorkspaceStatus};
-use emergent_wire::{ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorDetail, SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
 
 use super::{Workspaces, error_of};
@@ -28,6 +29,8 @@ pub(crate) enum Step {
     Stop(WorkspaceId),
     /// A removal that was begun.
     Destroy(WorkspaceId),
+    /// A workspace that failed, or that this process has no channel to: look whether it can be used.
+    Examine(WorkspaceId),
     /// A sandbox that has no row.
     Reap(ProviderName, WorkspaceId),
 }
@@ -37,29 +40,40 @@ pub(crate) enum Step {
 pub(crate) struct Row {
     pub(crate) id: WorkspaceId,
     pub(crate) status: WorkspaceStatus,
-    /// Some request of this process is changing it right now.
+    /// Somebody is changing it right now: a request of this process, or another server that works.
     pub(crate) in_progress: bool,
+    /// This process has a channel to it, or need not have one.
+    pub(crate) is_reached: bool,
 }
 
-/// What there is to do. `observed` must be older than `rows`: a sandbox's row is written before the sandbox.
-pub(crate) fn plan(rows: &[Row], observed: &HashMap<ProviderName, Vec<Observed>>) -> Vec<Step> {
-    let running: HashSet<WorkspaceId> = observed
-        .values()
-        .flatten()
-        .filter(|found| found.state == ObservedState::Running)
-        .map(|found| found.id)
-        .collect();
+/// What there is to do. `observed` must be older than `rows` and `spares`: a sandbox's row is written before the
+/// sandbox. And `spares` must be older than `rows`: what is a spare may become a workspace, but not the other way.
+pub(crate) fn plan(
+    rows: &[Row],
+    spares: &HashSet<WorkspaceId>,
+    observed: &HashMap<ProviderName, Vec<Observed>>,
+) -> Vec<Step> {
+    let in_state = |states: &[ObservedState]| -> HashSet<WorkspaceId> {
+        let found = observed.values().flatten().filter(|found| states.contains(&found.state));
+        found.map(|found| found.id).collect()
+    };
+    let running = in_state(&[ObservedState::Running]);
+    let there = in_state(&[ObservedState::Running, ObservedState::Stopped]);
     let known: HashSet<WorkspaceId> = rows.iter().map(|row| row.id).collect();
     let for_rows = rows.iter().filter(|row| !row.in_progress).filter_map(|row| match row.status {
         WorkspaceStatus::Creating => Some(Step::Abandon(row.id)),
         WorkspaceStatus::Stopping => Some(Step::Stop(row.id)),
         WorkspaceStatus::Stopped => running.contains(&row.id).then_some(Step::Stop(row.id)),
         WorkspaceStatus::Destroying => Some(Step::Destroy(row.id)),
-        // A ready workspace is reached, and started again where needed, by its next call; so is one in error.
-        WorkspaceStatus::Ready | WorkspaceStatus::Error => None,
+        // One that has ended is started again by its next call.
+        WorkspaceStatus::Ready => {
+            (running.contains(&row.id) && !row.is_reached).then_some(Step::Examine(row.id))
+        }
+        WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Examine(row.id)),
     });
     let orphans = observed.iter().flat_map(|(provider, found)| {
-        found.iter().filter(|found| !known.contains(&found.id)).map(|found| Step::Reap(*provider, found.id))
+        let orphans = found.iter().filter(|found| !known.contains(&found.id) && !spares.contains(&found.id));
+        orphans.map(|found| Step::Reap(*provider, found.id))
     });
     for_rows.chain(orphans).collect()
 }
@@ -68,6 +82,7 @@ impl Workspaces {
     /// One pass. What fails is logged and tried again by the next.
     pub(crate) async fn recover(self: &Arc<Self>) {
         let mut observed = HashMap::new();
+        let mut copies = HashMap::new();
         for provider in self.providers() {
             match provider.list().await {
                 Ok(found) => {
@@ -77,23 +92,21 @@ impl Workspaces {
                     tracing::warn!(provider = %provider.name(), %error, "sandboxes can't be listed")
                 }
             }
+            if let Ok(found) = provider.snapshots().await {
+                copies.insert(provider.name(), found);
+            }
         }
-        let rows = match self.store.workspaces_in(WorkspaceStatus::ALL).await {
-            Ok(records) => records,
+        if let Err(error) = self.recover_snapshots(&copies).await {
+            tracing::warn!(%error, "recovery of snapshots failed; it will be tried again");
+        }
+        let (spares, rows) = match self.rows_for_recovery().await {
+            Ok(rows) => rows,
             Err(error) => {
-                tracing::warn!(error = %error_of(error), "workspaces can't be read for recovery");
+                tracing::warn!(%error, "workspaces can't be read for recovery");
                 return;
             }
         };
-        let rows: Vec<Row> = rows
-            .iter()
-            .map(|record| {
-                let id = record.workspace.id;
-                let in_progress = self.is_changing(id);
-                Row { id, status: record.workspace.status, in_progress }
-            })
-            .collect();
-        let steps = plan(&rows, &observed);
+        let steps = plan(&rows, &spares, &observed);
         futures_util::stream::iter(steps)
             .for_each_concurrent(AT_ONCE, |step| async move {
                 if let Err(error) = self.carry_out(step).await {
@@ -101,6 +114,44 @@ impl Workspaces {
                 }
             })
             .await;
+    }
+
+    async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>), ErrorDetail> {
+        let spares = self.store.spares().await.map_err(error_of)?;
+        let records = self.store.workspaces_in(WorkspaceStatus::ALL).await.map_err(error_of)?;
+        let rows = records.iter().map(|record| {
+            let id = record.workspace.id;
+            let in_progress = self.is_changing(id) || !self.is_mine_to_change(record.owner);
+            // With others on the database, each opens channels only to what it is asked for.
+            let is_reached = self.store.is_shared() || self.is_reached(id);
+            Row { id, status: record.workspace.status, in_progress, is_reached }
+        });
+        Ok((spares.iter().map(|spare| spare.id).collect(), rows.collect()))
+    }
+
+    /// Finishes or undoes what was begun with snapshots, and removes copies that have no row.
+    async fn recover_snapshots(
+        &self,
+        copies: &HashMap<ProviderName, Vec<SnapshotId>>,
+    ) -> Result<(), ErrorDetail> {
+        let records = self.store.all_snapshots().await.map_err(error_of)?;
+        for record in &records {
+            let is_begun = record.snapshot.status != SnapshotStatus::Ready;
+            let in_progress =
+                !self.is_mine_to_change(record.owner) || self.is_changing(record.snapshot.workspace_id);
+            if is_begun && !in_progress {
+                tracing::info!(snapshot = %record.snapshot.id, "a copy that was interrupted is removed");
+                self.discard_snapshot(record).await?;
+            }
+        }
+        let known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
+        for (provider, found) in copies {
+            for id in found.iter().filter(|id| !known.contains(id)) {
+                tracing::info!(snapshot = %id, "a copy without a row is removed");
+                self.provider(*provider)?.remove_snapshot(*id).await?;
+            }
+        }
+        Ok(())
     }
 
     async fn carry_out(self: &Arc<Self>, step: Step) -> Result<(), ErrorDetail> {
@@ -113,7 +164,12 @@ impl Workspaces {
                 self.store.transition(id, &[Stopping, Stopped], Stopping).await.map_err(error_of)?;
                 self.finish_stop(id).await.map(drop)
             }
-            Step::Destroy(id) => self.finish_destroy(id).await,
+            Step::Destroy(id) => {
+                let all = WorkspaceStatus::ALL;
+                self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+                self.finish_destroy(id).await
+            }
+            Step::Examine(id) => self.examine(id).await,
             Step::Reap(provider, id) => self.provider(provider)?.destroy(id).await.map_err(ErrorDetail::from),
         }
     }
@@ -122,6 +178,12 @@ impl Workspaces {
     fn is_changing(&self, id: WorkspaceId) -> bool {
         let live = self.live_map().get(&id).cloned();
         live.is_some_and(|live| live.changing.try_lock().is_err())
+    }
+
+    /// Whether this process has a channel to the workspace.
+    fn is_reached(&self, id: WorkspaceId) -> bool {
+        let live = self.live_map().get(&id).cloned();
+        live.is_some_and(|live| live.reached().is_some())
     }
 }
 
@@ -133,7 +195,7 @@ mod tests {
     use super::*;
 
     fn row(status: WorkspaceStatus) -> Row {
-        Row { id: WorkspaceId::generate(), status, in_progress: false }
+        Row { id: WorkspaceId::generate(), status, in_progress: false, is_reached: true }
     }
 
     fn seen(id: WorkspaceId, state: ObservedState) -> HashMap<ProviderName, Vec<Observed>> {
@@ -151,24 +213,41 @@ mod tests {
             (WorkspaceStatus::Stopped, false),
             (WorkspaceStatus::Error, false),
         ] {
-            assert_eq!(plan(&[row(status)], &none).len(), usize::from(is_step), "{status}");
+            assert_eq!(plan(&[row(status)], &HashSet::new(), &none).len(), usize::from(is_step), "{status}");
         }
     }
 
     #[test]
     fn a_sandbox_without_a_row_is_reaped_and_one_with_a_row_is_not() {
         let row = row(WorkspaceStatus::Ready);
-        assert!(plan(&[row], &seen(row.id, ObservedState::Running)).is_empty());
+        assert!(plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running)).is_empty());
         let stray = WorkspaceId::generate();
-        let steps = plan(&[row], &seen(stray, ObservedState::Remains));
+        let steps = plan(&[row], &HashSet::new(), &seen(stray, ObservedState::Remains));
         assert_eq!(steps, [Step::Reap(ProviderName::Gvisor, stray)]);
+        let spares = HashSet::from([stray]);
+        assert!(plan(&[row], &spares, &seen(stray, ObservedState::Running)).is_empty());
+    }
+
+    #[test]
+    fn an_error_is_looked_at_again_and_a_ready_workspace_is_adopted() {
+        let failed = row(WorkspaceStatus::Error);
+        for state in [ObservedState::Running, ObservedState::Stopped] {
+            assert_eq!(plan(&[failed], &HashSet::new(), &seen(failed.id, state)), [Step::Examine(failed.id)]);
+        }
+        assert!(plan(&[failed], &HashSet::new(), &seen(failed.id, ObservedState::Remains)).is_empty());
+        let ready = Row { is_reached: false, ..row(WorkspaceStatus::Ready) };
+        let seen = seen(ready.id, ObservedState::Running);
+        assert_eq!(plan(&[ready], &HashSet::new(), &seen), [Step::Examine(ready.id)]);
     }
 
     #[test]
     fn a_stopped_workspace_that_runs_is_stopped() {
         let row = row(WorkspaceStatus::Stopped);
-        assert_eq!(plan(&[row], &seen(row.id, ObservedState::Running)), [Step::Stop(row.id)]);
-        assert!(plan(&[row], &seen(row.id, ObservedState::Stopped)).is_empty());
+        assert_eq!(
+            plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running)),
+            [Step::Stop(row.id)]
+        );
+        assert!(plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Stopped)).is_empty());
     }
 
     proptest! {
@@ -185,11 +264,11 @@ mod tests {
                 ProviderName::Gvisor,
                 rows.iter().map(|row| Observed { id: row.id, state: ObservedState::Running }).collect(),
             )]);
-            let steps = plan(&rows, &observed);
+            let steps = plan(&rows, &HashSet::new(), &observed);
             let distinct: HashSet<Step> = steps.iter().copied().collect();
             prop_assert_eq!(distinct.len(), steps.len());
             for row in rows.iter().filter(|row| row.in_progress) {
-                let touches = |step: &Step| matches!(step, Step::Abandon(id) | Step::Stop(id) | Step::Destroy(id) if *id == row.id);
+                let touches = |step: &Step| matches!(step, Step::Abandon(id) | Step::Stop(id) | Step::Destroy(id) | Step::Examine(id) if *id == row.id);
                 prop_assert!(!steps.iter().any(touches));
             }
         }

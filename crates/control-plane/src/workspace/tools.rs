@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use bytes::Bytes;
-use chrono::Utc;
 use emergent_guest_client::{Call, Event};
 use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, WriteCall};
+use emergent_wire::event::EventKind;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use emergent_wire::tools::{
     BashAnswer, BashRequest, ContentEncoding, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer,
@@ -18,8 +18,8 @@ use emergent_wire::workspace::ProviderName;
 use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
 use serde::de::DeserializeOwned;
 
-use super::busy::Busy;
-use super::{Workspaces, error_of};
+use super::Workspaces;
+use super::live::Busy;
 
 /// For tools that only look at or change files.
 const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
@@ -63,22 +63,18 @@ pub(crate) struct FileStream {
 impl Workspaces {
     /// Starts a call and notes the use.
     async fn start(self: &Arc<Self>, id: WorkspaceId, message: &GuestCall) -> Result<ToolCall, ErrorDetail> {
-        let (live, reached) = self.reach(id).await?;
-        let busy = Busy::begin(&live);
-        if live.should_touch() {
-            let store = self.store.clone();
-            tokio::spawn(async move {
-                if let Err(error) = store.touch(id, Utc::now()).await {
-                    tracing::debug!(workspace = %id, %error, "a use could not be noted");
-                }
-            });
+        let (live, reached, mut busy) = self.reach(id).await?;
+        if let Some(used) = live.note_use(self.clock.now()) {
+            let workspaces = Arc::clone(self);
+            tokio::spawn(async move { workspaces.write_use(id, Some(used)).await });
         }
         let to = Called { id, provider: reached.provider };
         let call = reached.channel.start(message).await.map_err(ErrorDetail::from);
         let call = match call {
             // The channel broke unnoticed: the call was not sent, so it can be sent again.
             Err(error) if error.code == ErrorCode::SandboxLost => {
-                let (_, reached) = self.reach(id).await?;
+                let (_, reached, again) = self.reach(id).await?;
+                busy = again;
                 reached.channel.start(message).await.map_err(ErrorDetail::from)?
             }
             call => call?,
@@ -131,6 +127,7 @@ impl Workspaces {
         if answer.oom_killed {
             tracing::warn!(workspace = %id, operation = %answer.operation_id, "a command ran out of memory");
             metrics::counter!("emergent_oom_kills_total").increment(1);
+            self.events.workspace(EventKind::OutOfMemory, id, "a command ran out of memory and was ended");
         }
         Ok(answer)
     }
@@ -286,14 +283,6 @@ impl Workspaces {
         request.validate()?;
         let limit = Duration::from_millis(MAX_TIMEOUT_MS) + MARGIN;
         self.ask(id, &GuestCall::Git(request), limit).await
-    }
-
-    /// A workspace as callers see it.
-    pub(crate) async fn get(
-        &self,
-        id: WorkspaceId,
-    ) -> Result<emergent_wire::workspace::Workspace, ErrorDetail> {
-        self.store.workspace(id).await.map_err(error_of)
     }
 }
 

@@ -1,0 +1,90 @@
+//! What the server does without being asked. Every task takes no input, looks at how things are, and makes them what
+//! they should be; so running one once more never hurts, and after a crash they simply start again.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::{MissedTickBehavior, interval};
+
+use crate::http::App;
+use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep, usage};
+
+/// Idle workspaces are looked for at least this often.
+const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
+
+/// Starts everything.
+pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
+    let mut tasks = JoinSet::new();
+    let all = || Arc::clone(workspaces);
+    let settings = &workspaces.settings.workspaces;
+    tasks.spawn(watch_health(all()));
+    tasks.spawn(each(servers::BEAT_EVERY, all(), |all| async move {
+        if let Err(error) = all.servers.look(&all.store).await {
+            tracing::warn!(%error, "the other servers can't be looked at");
+        }
+    }));
+    tasks.spawn(each(sweep::WRITE_USES_EVERY, all(), |all| async move { all.write_uses().await }));
+    tasks.spawn(each(usage::LOOK_EVERY, all(), |all| async move { all.measure_all().await }));
+    let sweep_every = Duration::from_secs(settings.sweep_every_seconds);
+    tasks.spawn(each(sweep_every, all(), |all| async move { all.sweep_expired().await }));
+    if let Some(seconds) = settings.idle_stop_seconds {
+        let every = Duration::from_secs(seconds).div_f64(4.0).min(LOOK_FOR_IDLE_EVERY);
+        tasks.spawn(each(every, all(), |all| async move { all.sweep_idle().await }));
+    }
+    tasks.spawn(recover(all(), app.clone()));
+    tasks.spawn(maintain_pool(all(), app.clone()));
+    tasks
+}
+
+/// Checks the providers.
+pub(crate) async fn watch_health(workspaces: Arc<Workspaces>) {
+    each(HEALTH_EVERY, workspaces, |all| async move { all.check_health().await }).await;
+}
+
+/// Does something from time to time, first after the first pause.
+async fn each<F: Future<Output = ()>>(
+    every: Duration,
+    workspaces: Arc<Workspaces>,
+    work: impl Fn(Arc<Workspaces>) -> F,
+) {
+    let mut ticks = interval(every);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks.tick().await;
+    loop {
+        ticks.tick().await;
+        work(Arc::clone(&workspaces)).await;
+    }
+}
+
+async fn recover(workspaces: Arc<Workspaces>, app: App) {
+    let mut ticks = interval(recovery::RUN_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            () = workspaces.health.back.notified() => {}
+        }
+        workspaces.recover().await;
+        if !app.ready.swap(true, Ordering::Relaxed) {
+            // What waits for the first pass.
+            workspaces.pool.changed.notify_one();
+        }
+    }
+}
+
+/// Looks after the pool, once the first recovery has ended.
+async fn maintain_pool(workspaces: Arc<Workspaces>, app: App) {
+    let mut ticks = interval(pool::MAINTAIN_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {}
+            () = workspaces.pool.changed.notified() => {}
+        }
+        if app.ready.load(Ordering::Relaxed) {
+            workspaces.maintain_pool().await;
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! What happens on the server, as it happens.
+
+use std::convert::Infallible;
+
+use axum::extract::State;
+use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use chrono::Utc;
+use emergent_wire::error::ErrorBody;
+use emergent_wire::event::{Event, EventKind};
+use tokio::sync::broadcast::error::RecvError;
+
+use super::App;
+use super::stream::KEEP_ALIVE;
+
+/// Follow what happens, as server-sent events.
+///
+/// Each event's name is its kind and its data an `Event`. A listener that is too slow gets a `missed` event and goes
+/// on with the next one; there is no replay of what happened before it listened.
+#[utoipa::path(get, path = "/api/v1/events", tag = "operations",
+    responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn listen(State(app): State<App>) -> Response {
+    let receiver = app.workspaces.events.listen();
+    let events = futures_util::stream::unfold(receiver, |receiver| async move {
+        let mut receiver = receiver?;
+        let event = match receiver.recv().await {
+            Ok(event) => event,
+            Err(RecvError::Lagged(count)) => missed(count),
+            Err(RecvError::Closed) => return None,
+        };
+        let data = serde_json::to_string(&event).unwrap_or_default();
+        let event = SseEvent::default().event(event.kind.as_str()).data(data);
+        Some((Ok::<_, Infallible>(event), Some(receiver)))
+    });
+    Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
+}
+
+fn missed(count: u64) -> Event {
+    Event {
+        at: Utc::now(),
+        kind: EventKind::Missed,
+        workspace_id: None,
+        provider: None,
+        message: format!("{count} events were left out: the listener was too slow"),
+    }
+}

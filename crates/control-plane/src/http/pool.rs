@@ -1,0 +1,38 @@
+//! The warm pool.
+
+use axum::Json;
+use axum::extract::State;
+use emergent_wire::error::ErrorBody;
+use emergent_wire::pool::{PoolStatus, PoolTarget};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::Body;
+
+/// The warm pool as it stands.
+#[utoipa::path(get, path = "/api/v1/agent/pool", tag = "pool",
+    responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn status(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
+    Ok(Json(app.workspaces.pool_status().await?))
+}
+
+/// Set what the warm pool shall hold.
+///
+/// Holds until it is set again or reset, also after a restart. An empty list turns the pool off.
+#[utoipa::path(put, path = "/api/v1/agent/pool", tag = "pool", request_body = PoolTarget,
+    responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn set(
+    State(app): State<App>,
+    Body(target): Body<PoolTarget>,
+) -> Result<Json<PoolStatus>, ApiError> {
+    app.workspaces.set_pool_target(Some(target)).await?;
+    Ok(Json(app.workspaces.pool_status().await?))
+}
+
+/// Let the configuration say again what the warm pool shall hold.
+#[utoipa::path(delete, path = "/api/v1/agent/pool", tag = "pool",
+    responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn reset(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
+    app.workspaces.set_pool_target(None).await?;
+    Ok(Json(app.workspaces.pool_status().await?))
+}

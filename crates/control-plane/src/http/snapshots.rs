@@ -1,0 +1,111 @@
+//! Snapshots: make, list, get, remove; and workspaces made of them.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use emergent_wire::error::ErrorBody;
+use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
+use emergent_wire::workspace::Workspace;
+use emergent_wire::{ErrorCode, SnapshotId, WorkspaceId};
+use serde::{Deserialize, Serialize};
+use utoipa::{IntoParams, ToSchema};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::{Body, Id, Params};
+use super::workspaces::{finish, finish_create, prefers_async};
+use crate::workspace::error_of;
+
+/// Snapshots on one page when the caller does not say.
+const DEFAULT_PAGE: u32 = 100;
+
+/// Copy a workspace's files.
+///
+/// What runs in the workspace is paused meanwhile. The copy outlives the workspace.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/snapshot", tag = "snapshots",
+    params(("id" = WorkspaceId, Path)), request_body = CreateSnapshot,
+    responses((status = 201, body = Snapshot), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn create(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+    Body(request): Body<CreateSnapshot>,
+) -> Result<(StatusCode, Json<Snapshot>), ApiError> {
+    let workspaces = app.workspaces.clone();
+    let snapshot = finish(tokio::spawn(async move { workspaces.snapshot(id, request).await })).await?;
+    Ok((StatusCode::CREATED, Json(snapshot)))
+}
+
+/// Create a workspace with the files of a snapshot.
+///
+/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/from-snapshot", tag = "snapshots", request_body = FromSnapshot,
+    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once")),
+    responses((status = 201, body = Workspace), (status = 202, body = Workspace),
+        (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn restore(
+    State(app): State<App>,
+    headers: HeaderMap,
+    Body(request): Body<FromSnapshot>,
+) -> Result<(StatusCode, Json<Workspace>), ApiError> {
+    let at_once = prefers_async(&headers);
+    let creation = app.workspaces.begin_from_snapshot(request, !at_once).await?;
+    finish_create(&app, creation, at_once).await
+}
+
+/// Which snapshots to list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListParams {
+    /// Of this workspace.
+    workspace_id: Option<WorkspaceId>,
+    /// Where the last page ended.
+    cursor: Option<String>,
+    /// How many at most: 1 to 500, 100 unless given.
+    limit: Option<u32>,
+}
+
+/// List snapshots, newest first.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces/snapshots", tag = "snapshots", params(ListParams),
+    responses((status = 200, body = SnapshotList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn list(
+    State(app): State<App>,
+    Params(params): Params<ListParams>,
+) -> Result<Json<SnapshotList>, ApiError> {
+    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
+    if !(1..=500).contains(&limit) {
+        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
+    }
+    let page = app.workspaces.store.snapshots(params.workspace_id, params.cursor.as_deref(), limit).await;
+    Ok(Json(page.map_err(error_of)?))
+}
+
+/// Get one snapshot.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces/snapshots/{id}", tag = "snapshots",
+    params(("id" = SnapshotId, Path)),
+    responses((status = 200, body = Snapshot), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn get(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>, ApiError> {
+    Ok(Json(app.workspaces.store.snapshot(id).await.map_err(error_of)?.snapshot))
+}
+
+/// A snapshot is gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct SnapshotDestroyed {
+    /// Its id.
+    id: SnapshotId,
+    /// Always true: a failure is an error.
+    destroyed: bool,
+}
+
+/// Remove a snapshot. Workspaces that were made of it keep their files.
+#[utoipa::path(delete, path = "/api/v1/agent/workspaces/snapshots/{id}", tag = "snapshots",
+    params(("id" = SnapshotId, Path)),
+    responses((status = 200, body = SnapshotDestroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn delete(
+    State(app): State<App>,
+    Id(id): Id<SnapshotId>,
+) -> Result<Json<SnapshotDestroyed>, ApiError> {
+    let workspaces = app.workspaces.clone();
+    finish(tokio::spawn(async move { workspaces.delete_snapshot(id).await })).await?;
+    Ok(Json(SnapshotDestroyed { id, destroyed: true }))
+}

@@ -1,0 +1,285 @@
+//! The scenarios of the orchestrator's requirements about fallback and health, each as a test named after its title.
+//!
+//! gVisor is real: the real engine, the real runtime. Providers that can't be had here, or that must fail at will, are
+//! stand-ins behind the same trait.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use async_trait::async_trait;
+use emergent_guest_client::GuestClient;
+use emergent_providers::{
+    ContainerOptions, ContainerProvider, Health, Observed, ProviderError, Runtime, Sandbox, SandboxSpec,
+    SharedProvider, WorkspaceProvider,
+};
+use emergent_store::{SealingKey, Store, StoreConfig};
+use emergent_wire::event::EventKind;
+use emergent_wire::workspace::{
+    Capabilities, CreateWorkspace, DeploymentMode, DiskQuota, IsolationLevel, NetworkMode, ProviderChoice,
+    ProviderName, ProviderStatus, Workspace,
+};
+use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
+
+use super::{HEALTH_EVERY, Workspaces};
+use crate::config::Settings;
+
+/// A provider that can't make anything.
+struct Failing {
+    name: ProviderName,
+    why: &'static str,
+    problem: Mutex<Option<String>>,
+    created: AtomicUsize,
+    destroyed: AtomicUsize,
+    checked: AtomicUsize,
+}
+
+impl Failing {
+    fn new(name: ProviderName, why: &'static str) -> Arc<Self> {
+        let (created, destroyed, checked) = Default::default();
+        Arc::new(Self { name, why, problem: Mutex::default(), created, destroyed, checked })
+    }
+
+    fn fails<T>(&self) -> Result<T, ProviderError> {
+        Err(ProviderError::Failed { what: "starting", reason: self.why.to_owned() })
+    }
+}
+
+#[async_trait]
+impl WorkspaceProvider for Failing {
+    fn name(&self) -> ProviderName {
+        self.name
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            isolation: IsolationLevel::Microvm,
+            persistence: true,
+            snapshots: false,
+            warm_pool: false,
+            requires: vec!["kvm".to_owned()],
+            disk_quota: DiskQuota::Enforced,
+            startup_latency_ms: None,
+        }
+    }
+
+    async fn health(&self) -> Health {
+        self.checked.fetch_add(1, Ordering::SeqCst);
+        Health { problem: self.problem.lock().unwrap().clone(), note: None, available: None }
+    }
+
+    async fn create(&self, _spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        self.created.fetch_add(1, Ordering::SeqCst);
+        self.fails()
+    }
+
+    async fn destroy(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
+        self.destroyed.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+
+    async fn stop(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
+        self.fails()
+    }
+
+    async fn resume(&self, _spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        self.fails()
+    }
+
+    async fn open_channel(&self, _spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        self.fails()
+    }
+
+    async fn warnings(&self, _spec: &SandboxSpec) -> Vec<String> {
+        Vec::new()
+    }
+
+    async fn configure(&self, _spec: &SandboxSpec, _channel: &GuestClient) -> Result<(), ProviderError> {
+        self.fails()
+    }
+
+    async fn image_digest(&self, _image: &str) -> Result<String, ProviderError> {
+        self.fails()
+    }
+
+    async fn snapshot(&self, _id: WorkspaceId, _to: SnapshotId) -> Result<u64, ProviderError> {
+        self.fails()
+    }
+
+    async fn remove_snapshot(&self, _id: SnapshotId) -> Result<(), ProviderError> {
+        self.fails()
+    }
+
+    async fn go_on(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
+        self.fails()
+    }
+
+    async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError> {
+        Ok(Vec::new())
+    }
+
+    async fn explain_end(&self, _id: WorkspaceId) -> Option<String> {
+        None
+    }
+
+    async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
+        Ok(Vec::new())
+    }
+
+    async fn retire(&self) -> Result<(), ProviderError> {
+        Ok(())
+    }
+}
+
+/// Workspaces on these providers, and on gVisor if wished.
+struct World {
+    workspaces: Arc<Workspaces>,
+    _directory: tempfile::TempDir,
+}
+
+impl World {
+    async fn new(stand_ins: &[&Arc<Failing>], with_gvisor: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(StoreConfig::Sqlite(directory.path().join("emergent.db"))).await.unwrap();
+        let key = SealingKey::load_or_create(&directory.path().join("key")).unwrap();
+        let mut providers: Vec<SharedProvider> =
+            stand_ins.iter().map(|one| Arc::clone(*one) as SharedProvider).collect();
+        if with_gvisor {
+            let options = ContainerOptions {
+                installation: store.installation_id().await.unwrap(),
+                data_dir: directory.path().to_owned(),
+                docker_host: None,
+                nameservers: Vec::new(),
+            };
+            providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &options).unwrap()));
+        }
+        let workspaces = Workspaces::new(store, key, Settings::default(), providers);
+        workspaces.check_health().await;
+        Self { workspaces, _directory: directory }
+    }
+
+    async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
+        // No network: these tests leave nothing that would have to be removed.
+        let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
+        let creation = self.workspaces.begin_create(request, true).await?;
+        self.workspaces.finish_create(creation).await
+    }
+
+    fn status_of(&self, name: ProviderName) -> ProviderStatus {
+        let infos = self.workspaces.provider_infos(&Default::default());
+        infos.iter().find(|info| info.name == name).unwrap().status
+    }
+}
+
+fn managed() -> CreateWorkspace {
+    CreateWorkspace { deployment_mode: Some(DeploymentMode::Managed), ..CreateWorkspace::default() }
+}
+
+#[tokio::test]
+async fn firecracker_fails_falls_back_to_gvisor() {
+    let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
+    let world = World::new(&[&firecracker], true).await;
+    let mut events = world.workspaces.events.listen().unwrap();
+    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    let placement = workspace.placement.clone().unwrap();
+    assert_eq!((workspace.provider, placement.provider), (Some(ProviderName::Gvisor), ProviderName::Gvisor));
+    let failed = placement.rejected.iter().find(|one| one.provider == ProviderName::Firecracker).unwrap();
+    assert!(failed.reason.contains("KVM error"), "{failed:?}");
+    // What it may have made is removed before the next one is tried.
+    assert_eq!(firecracker.created.load(Ordering::SeqCst), 1);
+    assert_eq!(firecracker.destroyed.load(Ordering::SeqCst), 1);
+    let event = events.recv().await.unwrap();
+    assert_eq!((event.kind, event.provider), (EventKind::PlacementFallback, Some(ProviderName::Firecracker)));
+    let stored = world.workspaces.store.workspace(workspace.id).await.unwrap();
+    assert_eq!(stored.placement, Some(placement));
+    world.workspaces.destroy(workspace.id).await.unwrap();
+}
+
+#[tokio::test]
+async fn e2b_fails_falls_back_to_firecracker_then_gvisor() {
+    let e2b = Failing::new(ProviderName::E2b, "quota exceeded");
+    let firecracker = Failing::new(ProviderName::Firecracker, "out of slots");
+    let world = World::new(&[&e2b, &firecracker], true).await;
+    let workspace = world.create(managed()).await.unwrap();
+    assert_eq!(workspace.provider, Some(ProviderName::Gvisor));
+    let rejected = workspace.placement.unwrap().rejected;
+    let failed: Vec<_> = rejected.iter().filter(|one| one.reason.starts_with("starting")).collect();
+    assert_eq!(failed.len(), 2);
+    assert_eq!((failed[0].provider, failed[1].provider), (ProviderName::E2b, ProviderName::Firecracker));
+    world.workspaces.destroy(workspace.id).await.unwrap();
+}
+
+#[tokio::test]
+async fn explicit_provider_request_does_not_fallback() {
+    let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
+    let world = World::new(&[&firecracker], true).await;
+    let request =
+        CreateWorkspace { provider: Some(ProviderChoice::Firecracker), ..CreateWorkspace::default() };
+    let error = world.create(request).await.unwrap_err();
+    assert!(error.message.contains("KVM error") && !error.message.contains("gvisor"), "{error:?}");
+    assert_eq!(error.code, ErrorCode::ProviderFailed);
+    // The caller was told; nothing is left.
+    assert_eq!(world.workspaces.store.active_counts().await.unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn all_providers_fail() {
+    let e2b = Failing::new(ProviderName::E2b, "the API answered 500");
+    let firecracker = Failing::new(ProviderName::Firecracker, "out of memory");
+    let world = World::new(&[&e2b, &firecracker], false).await;
+    let error = world.create(managed()).await.unwrap_err();
+    for part in ["e2b: starting: the API answered 500", "firecracker: starting: out of memory"] {
+        assert!(error.message.contains(part), "{}", error.message);
+    }
+    let candidates = error.details.unwrap()["candidates"].as_array().unwrap().len();
+    assert_eq!(candidates, 2);
+}
+
+#[tokio::test]
+async fn healthy_provider_is_preferred() {
+    let firecracker = Failing::new(ProviderName::Firecracker, "must not be tried");
+    *firecracker.problem.lock().unwrap() = Some("KVM not available".to_owned());
+    let world = World::new(&[&firecracker], true).await;
+    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    assert_eq!(workspace.provider, Some(ProviderName::Gvisor));
+    assert_eq!(firecracker.created.load(Ordering::SeqCst), 0);
+    world.workspaces.destroy(workspace.id).await.unwrap();
+}
+
+#[tokio::test]
+async fn provider_health_check_frequency() {
+    let firecracker = Failing::new(ProviderName::Firecracker, "");
+    let world = World::new(&[&firecracker], false).await;
+    let checked = || firecracker.checked.load(Ordering::SeqCst);
+    assert_eq!((checked(), HEALTH_EVERY.as_secs()), (1, 30));
+    // Asking does not check: the last check is remembered.
+    world.status_of(ProviderName::Firecracker);
+    world.workspaces.known_providers();
+    assert_eq!(checked(), 1);
+    tokio::time::pause();
+    let all = Arc::clone(&world.workspaces);
+    let watching = tokio::spawn(crate::background::watch_health(all));
+    for round in 1..4 {
+        tokio::time::sleep(HEALTH_EVERY).await;
+        tokio::task::yield_now().await;
+        assert_eq!(checked(), 1 + round);
+    }
+    watching.abort();
+}
+
+#[tokio::test]
+async fn provider_becomes_unhealthy() {
+    let firecracker = Failing::new(ProviderName::Firecracker, "");
+    let world = World::new(&[&firecracker], false).await;
+    let mut events = world.workspaces.events.listen().unwrap();
+    let is_candidate = || world.workspaces.known_providers()[0].problem.is_none();
+    assert!(is_candidate());
+    *firecracker.problem.lock().unwrap() = Some("the manager does not answer".to_owned());
+    world.workspaces.check_health().await;
+    assert!(!is_candidate());
+    assert_eq!(world.status_of(ProviderName::Firecracker), ProviderStatus::Unhealthy);
+    assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderUnhealthy);
+    *firecracker.problem.lock().unwrap() = None;
+    world.workspaces.check_health().await;
+    assert!(is_candidate());
+    assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderHealthy);
+}

@@ -1,0 +1,151 @@
+//! Handing a spare out.
+
+use std::sync::atomic::Ordering;
+
+use emergent_providers::SharedProvider;
+use emergent_store::{Claim, NewWorkspace, Shape, Spare, StoreError};
+use emergent_wire::pool::SpareStatus;
+use emergent_wire::workspace::{Placement, Workspace};
+use emergent_wire::{ErrorDetail, WorkspaceId};
+use serde_json::json;
+
+use super::OpenSpare;
+use crate::workspace::live::Reached;
+use crate::workspace::{Workspaces, error_of};
+
+/// A spare that is a workspace's by now; its sandbox is not yet told.
+pub(crate) struct Claimed {
+    pub(crate) workspace: Workspace,
+    pub(crate) reached: Reached,
+}
+
+/// Why no spare was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// There is no pool.
+    Off,
+    /// No spare waits.
+    Empty,
+    /// Spares wait, but on another provider.
+    OtherProvider,
+    /// Spares wait, but of another image, size or network.
+    OtherShape,
+    /// Spares of an older image wait.
+    StaleImage,
+    /// Others were faster.
+    Taken,
+}
+
+impl Miss {
+    pub(crate) fn reason(self) -> &'static str {
+        match self {
+            Miss::Off => "off",
+            Miss::Empty => "empty",
+            Miss::OtherProvider => "other_provider",
+            Miss::OtherShape => "other_shape",
+            Miss::StaleImage => "stale_image",
+            Miss::Taken => "taken",
+        }
+    }
+}
+
+impl Workspaces {
+    /// Makes a spare the sandbox of a new workspace, if one fits. `new` is asked for the row, as the workspace gets the
+    /// spare's id.
+    pub(crate) async fn claim(
+        &self,
+        provider: &SharedProvider,
+        shape: &Shape,
+        placement: &Placement,
+        new: impl Fn(WorkspaceId) -> NewWorkspace,
+    ) -> Result<Result<Claimed, Miss>, ErrorDetail> {
+        if self.hopeless(shape).is_some() {
+            // Spares of before a restart, or of another server, may wait that no channel is open to yet.
+            self.adopt_for(shape).await?;
+        }
+        if let Some(miss) = self.hopeless(shape) {
+            return Ok(Err(miss));
+        }
+        let digest = match provider.image_digest(&shape.image).await {
+            Ok(digest) => digest,
+            // The cold start will say what is wrong.
+            Err(_) => return Ok(Err(Miss::StaleImage)),
+        };
+        let mut miss = Miss::Taken;
+        while let Some(open) = self.take_open(shape, &digest, &mut miss) {
+            let claim = Claim {
+                spare: open.spare.id,
+                provider_workspace_id: format!("agent-workspace-{}", open.spare.id),
+                placement: Placement { warm_hit: true, ..placement.clone() },
+            };
+            let mut row = new(open.spare.id);
+            row.metadata.insert("disk_quota".to_owned(), json!(provider.capabilities().disk_quota));
+            row.metadata.insert("agent_version".to_owned(), json!(open.reached.channel.hello().version));
+            if !open.warnings.is_empty() {
+                row.metadata.insert("warnings".to_owned(), json!(open.warnings));
+            }
+            let limit = Some(self.settings.workspaces.max_concurrent);
+            match self.store.claim_spare(row, &claim, limit).await {
+                Ok(Some(workspace)) => {
+                    self.pool.changed.notify_one();
+                    return Ok(Ok(Claimed { workspace, reached: open.reached }));
+                }
+                // Claimed or withdrawn by somebody else.
+                Ok(None) => {}
+                Err(error) => {
+                    let is_full = matches!(error, StoreError::LimitReached { .. });
+                    if is_full {
+                        self.pool.open().insert(open.spare.id, open);
+                    }
+                    return Err(error_of(error));
+                }
+            }
+        }
+        self.pool.changed.notify_one();
+        Ok(Err(miss))
+    }
+
+    /// Opens a channel to a spare that fits, if there is one.
+    async fn adopt_for(&self, shape: &Shape) -> Result<(), ErrorDetail> {
+        let spares = self.store.spares().await.map_err(error_of)?;
+        let is_ready = |spare: &&Spare| spare.status == SpareStatus::Ready && spare.shape == *shape;
+        for spare in spares.iter().filter(is_ready) {
+            self.adopt_spares(std::slice::from_ref(spare)).await;
+            if self.pool.has_channel(spare.id) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Why no spare can fit, if none can.
+    fn hopeless(&self, shape: &Shape) -> Option<Miss> {
+        let open = self.pool.open();
+        if open.is_empty() {
+            let is_on = self.pool.is_on.load(Ordering::Relaxed);
+            return Some(if is_on { Miss::Empty } else { Miss::Off });
+        }
+        if open.values().any(|open| open.spare.shape == *shape) {
+            return None;
+        }
+        let elsewhere =
+            |open: &OpenSpare| Shape { provider: shape.provider, ..open.spare.shape.clone() } == *shape;
+        Some(if open.values().any(elsewhere) { Miss::OtherProvider } else { Miss::OtherShape })
+    }
+
+    /// Takes the oldest spare that fits and whose channel is open, so that no other request of this process tries it.
+    fn take_open(&self, shape: &Shape, digest: &str, miss: &mut Miss) -> Option<OpenSpare> {
+        let mut open = self.pool.open();
+        let fits = |open: &&OpenSpare| open.spare.shape == *shape && !open.reached.channel.is_closed();
+        if open.values().filter(fits).any(|open| open.spare.image_digest != digest) {
+            *miss = Miss::StaleImage;
+        }
+        let oldest = open
+            .values()
+            .filter(fits)
+            .filter(|open| open.spare.image_digest == digest)
+            .min_by_key(|open| (open.spare.created_at, open.spare.id))?;
+        let id = oldest.spare.id;
+        open.remove(&id)
+    }
+}

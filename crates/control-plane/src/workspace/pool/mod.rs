@@ -1,0 +1,419 @@
+//! The warm pool: sandboxes that are started before anybody asks for them.
+//!
+//! ```text
+//! maintain: what is wanted ─┬─▶ spares that are not (surplus, stale image, dead) ─▶ 'leaving' ─▶ gone
+//!                           └─▶ spares that lack ─▶ 'filling' ─▶ sandbox ─▶ 'ready'
+//! claim:    'ready' spare ─▶ a workspace's row with its id, in one transaction ─▶ bound to it ─▶ 'ready' workspace
+//! ```
+//!
+//! [`maintain`](Workspaces::maintain_pool) takes no input and converges, so it runs at start, after each claim, after
+//! each change of the target, and from time to time. A spare is only handed out over a channel that this process has
+//! open, after its agent has answered.
+
+mod claim;
+mod plan;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use emergent_failpoint::failpoint;
+use emergent_guest_protocol::Configuration;
+use emergent_providers::{ProviderError, SandboxSpec};
+use emergent_store::{Shape, Spare};
+use emergent_wire::event::{Event, EventKind};
+use emergent_wire::id::ServerId;
+use emergent_wire::pool::{PoolStatus, PoolTarget, ShapeStatus, SpareStatus};
+use emergent_wire::workspace::{
+    ContainerType, NetworkMode, ProviderChoice, ProviderName, ResourceLimits, SecurityLevel,
+};
+use emergent_wire::{ErrorDetail, WorkspaceId};
+use futures_util::StreamExt;
+use tokio::sync::Notify;
+
+use super::live::Reached;
+use super::placement::{self, Wish};
+use super::{Workspaces, error_of};
+use plan::Wanted;
+
+pub(crate) use claim::{Claimed, Miss};
+
+/// How often the pool is looked after when nothing happens.
+pub(crate) const MAINTAIN_EVERY: Duration = Duration::from_secs(15);
+/// Spares that are made or removed at once.
+const AT_ONCE: usize = 2;
+/// After a failure nothing is made for this long; doubled with each further one …
+const FIRST_PAUSE: Duration = Duration::from_secs(5);
+/// … up to this.
+const LONGEST_PAUSE: Duration = Duration::from_secs(120);
+/// Where a target that was set at run time is kept.
+const SETTING: &str = "pool";
+
+/// What this process knows of the pool.
+#[derive(Default)]
+pub(crate) struct Pool {
+    /// Spares that can be handed out.
+    open: Mutex<HashMap<WorkspaceId, OpenSpare>>,
+    /// Shapes that can't be made now.
+    failing: Mutex<HashMap<Shape, Failing>>,
+    /// Something changed: the pool is looked after at once.
+    pub(crate) changed: Notify,
+    /// Whether any spares are wanted.
+    is_on: AtomicBool,
+    /// One pass at a time.
+    passing: tokio::sync::Mutex<()>,
+}
+
+/// A spare with its channel.
+struct OpenSpare {
+    spare: Spare,
+    reached: Reached,
+    /// What the workspace that it becomes should know.
+    warnings: Vec<String>,
+}
+
+#[derive(Clone)]
+struct Failing {
+    problem: String,
+    pause: Duration,
+    until: Instant,
+}
+
+/// A kind of spare with everything filled in; no provider: none can be used now.
+struct Resolved {
+    shape: Result<Shape, String>,
+    image: String,
+    network: NetworkMode,
+    limits: ResourceLimits,
+    size: u32,
+}
+
+impl Pool {
+    fn open(&self) -> MutexGuard<'_, HashMap<WorkspaceId, OpenSpare>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failing(&self) -> MutexGuard<'_, HashMap<Shape, Failing>> {
+        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_paused(&self, shape: &Shape) -> bool {
+        self.failing().get(shape).is_some_and(|failing| failing.until > Instant::now())
+    }
+
+    /// Whether this process has an open channel to a spare.
+    fn has_channel(&self, id: WorkspaceId) -> bool {
+        self.open().get(&id).is_some_and(|open| !open.reached.channel.is_closed())
+    }
+}
+
+impl Workspaces {
+    /// What the pool shall hold, and whether that was set at run time.
+    async fn pool_target(&self) -> Result<(PoolTarget, bool), ErrorDetail> {
+        let Some(text) = self.store.setting(SETTING).await.map_err(error_of)? else {
+            return Ok((self.settings.pool.target(), false));
+        };
+        if text.is_empty() {
+            return Ok((self.settings.pool.target(), false));
+        }
+        let target = serde_json::from_str(&text).unwrap_or_else(|error| {
+            tracing::error!(%error, "the pool's setting can't be read: the configuration holds");
+            self.settings.pool.target()
+        });
+        Ok((target, true))
+    }
+
+    /// Sets what the pool shall hold, until it is set again or reset (none: the configuration holds again).
+    pub(crate) async fn set_pool_target(&self, target: Option<PoolTarget>) -> Result<(), ErrorDetail> {
+        let text = match target {
+            None => String::new(),
+            Some(target) => {
+                target.validate()?;
+                serde_json::to_string(&target).unwrap_or_default()
+            }
+        };
+        self.store.put_setting(SETTING, &text).await.map_err(error_of)?;
+        self.pool.failing().clear();
+        self.pool.changed.notify_one();
+        Ok(())
+    }
+
+    /// Fills in what the target leaves open. Two kinds that come out the same are one.
+    fn resolve(&self, target: &PoolTarget) -> Vec<Resolved> {
+        let settings = &self.settings.workspaces;
+        let mut all: Vec<Resolved> = Vec::new();
+        for wanted in &target.shapes {
+            let image = wanted.image.clone().unwrap_or_else(|| settings.default_image.clone());
+            let network = wanted.network.unwrap_or(NetworkMode::Nat);
+            let limits = wanted.resource_limits.unwrap_or_default().or(settings.default_limits());
+            let provider = self.pool_provider(wanted.provider.unwrap_or(ProviderChoice::Auto));
+            let shape = provider.map(|provider| Shape { provider, image: image.clone(), network, limits });
+            match all.iter_mut().find(|known| known.shape.is_ok() && known.shape == shape) {
+                Some(known) => known.size += wanted.size,
+                None => all.push(Resolved { shape, image, network, limits, size: wanted.size }),
+            }
+        }
+        all
+    }
+
+    /// The provider that a request without further wishes would get.
+    fn pool_provider(&self, provider: ProviderChoice) -> Result<ProviderName, String> {
+        let wish = Wish {
+            container_type: ContainerType::AgentWorkspace,
+            provider,
+            deployment: self.settings.workspaces.deployment_mode,
+            security: SecurityLevel::Standard,
+        };
+        let plan = placement::plan(wish, &self.known_providers()).map_err(|error| error.message)?;
+        let first = plan.candidates.first().ok_or("no provider can be used")?;
+        Ok(first.provider)
+    }
+
+    /// One pass: makes the pool what it shall be. What fails is logged and tried again by the next.
+    pub(crate) async fn maintain_pool(self: &Arc<Self>) {
+        let _one = self.pool.passing.lock().await;
+        if let Err(error) = self.try_maintain().await {
+            tracing::warn!(%error, "the pool can't be looked after; it will be tried again");
+        }
+    }
+
+    async fn try_maintain(self: &Arc<Self>) -> Result<(), ErrorDetail> {
+        let (target, _) = self.pool_target().await?;
+        let is_on = target.shapes.iter().any(|shape| shape.size > 0);
+        self.pool.is_on.store(is_on, Ordering::Relaxed);
+        let wanted = self.wanted(&target).await;
+        let spares = self.store.spares().await.map_err(error_of)?;
+        self.forget_spares(&spares);
+        let dead = self.adopt_spares(&spares).await;
+        let steps = {
+            // Passes don't overlap: what this server was making or removing before this one, it is not any more.
+            let is_free = |spare: &Spare| self.is_mine_to_change(spare.owner);
+            plan::plan(&wanted, &spares, |id| dead.contains(&id), is_free)
+        };
+        tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill));
+        self.count_spares().await;
+        Ok(())
+    }
+
+    /// What is wanted, as far as it can be had now.
+    async fn wanted(&self, target: &PoolTarget) -> Vec<Wanted> {
+        let mut all = Vec::new();
+        for resolved in self.resolve(target) {
+            let Ok(shape) = resolved.shape else {
+                continue;
+            };
+            let digest = match self.provider(shape.provider) {
+                Ok(provider) => provider.image_digest(&shape.image).await.map_err(|error| error.to_string()),
+                Err(error) => Err(error.message),
+            };
+            match digest {
+                Ok(digest) => all.push(Wanted { shape, digest, size: resolved.size }),
+                Err(problem) => self.note_failure(&shape, &problem),
+            }
+        }
+        all
+    }
+
+    /// Drops the channels to spares that are none any more.
+    fn forget_spares(&self, spares: &[Spare]) {
+        let is_ready = |id| spares.iter().any(|spare| spare.id == id && spare.status == SpareStatus::Ready);
+        self.pool.open().retain(|id, _| is_ready(*id));
+    }
+
+    /// Opens channels to the ready spares that this process has none to. Gives those that are dead.
+    async fn adopt_spares(&self, spares: &[Spare]) -> Vec<WorkspaceId> {
+        let mut dead = Vec::new();
+        for spare in spares.iter().filter(|spare| spare.status == SpareStatus::Ready) {
+            if self.pool.has_channel(spare.id) {
+                continue;
+            }
+            let Ok(provider) = self.provider(spare.shape.provider) else {
+                continue;
+            };
+            // It has been told before; and by now it may be a workspace's, which must not be told anything else.
+            let spec = SandboxSpec { configuration: None, ..spare_spec(spare.id, &spare.shape) };
+            match provider.open_channel(&spec).await {
+                Ok(channel) => {
+                    let warnings = provider.warnings(&spec).await;
+                    let reached = Reached { channel, provider: provider.name() };
+                    let open = OpenSpare { spare: spare.clone(), reached, warnings };
+                    self.pool.open().insert(spare.id, open);
+                    tracing::info!(spare = %spare.id, "a spare was adopted");
+                }
+                Err(ProviderError::Unavailable(problem)) => {
+                    tracing::debug!(spare = %spare.id, problem, "a spare can't be reached now");
+                }
+                Err(error) => {
+                    tracing::info!(spare = %spare.id, %error, "a spare is dead");
+                    dead.push(spare.id);
+                }
+            }
+        }
+        dead
+    }
+
+    /// Whether no other server that works is changing what `owner` owns.
+    pub(super) fn is_mine_to_change(&self, owner: Option<ServerId>) -> bool {
+        owner.is_none_or(|owner| owner == self.store.server() || !self.servers.is_alive(owner))
+    }
+
+    async fn withdraw_all(&self, spares: Vec<Spare>) {
+        futures_util::stream::iter(spares)
+            .for_each_concurrent(AT_ONCE, |spare| async move {
+                if let Err(error) = self.withdraw(&spare).await {
+                    tracing::warn!(spare = %spare.id, %error, "a spare can't be removed; it will be tried again");
+                }
+            })
+            .await;
+    }
+
+    async fn fill_all(&self, wanted: Vec<Wanted>) {
+        futures_util::stream::iter(wanted)
+            .for_each_concurrent(AT_ONCE, |wanted| async move { self.fill(wanted).await })
+            .await;
+    }
+
+    /// Removes a spare.
+    async fn withdraw(&self, spare: &Spare) -> Result<(), ErrorDetail> {
+        if !self.store.withdraw_spare(spare.id, spare.owner).await.map_err(error_of)? {
+            return Ok(());
+        }
+        failpoint!("withdraw.row_written");
+        self.pool.open().remove(&spare.id);
+        self.provider(spare.shape.provider)?.destroy(spare.id).await?;
+        failpoint!("withdraw.destroyed");
+        self.store.delete_spare(spare.id).await.map_err(error_of)?;
+        failpoint!("withdraw.row_deleted");
+        tracing::info!(spare = %spare.id, "a spare was removed");
+        Ok(())
+    }
+
+    /// Makes a spare, unless there are enough.
+    async fn fill(&self, wanted: Wanted) {
+        if self.pool.is_paused(&wanted.shape) {
+            return;
+        }
+        match self.try_fill(&wanted).await {
+            Ok(()) => {
+                self.pool.failing().remove(&wanted.shape);
+            }
+            Err(error) => self.note_failure(&wanted.shape, &error.message),
+        }
+    }
+
+    async fn try_fill(&self, wanted: &Wanted) -> Result<(), ErrorDetail> {
+        let id = WorkspaceId::generate();
+        let Wanted { shape, digest, size } = wanted;
+        if !self.store.insert_spare(id, shape, digest, *size).await.map_err(error_of)? {
+            return Ok(());
+        }
+        failpoint!("fill.row_written");
+        let provider = self.provider(shape.provider)?;
+        let sandbox = match provider.create(&spare_spec(id, shape)).await {
+            Ok(sandbox) => sandbox,
+            Err(error) => {
+                provider.destroy(id).await?;
+                self.store.delete_spare(id).await.map_err(error_of)?;
+                return Err(error.into());
+            }
+        };
+        failpoint!("fill.made");
+        let spare = Spare {
+            id,
+            shape: shape.clone(),
+            image_digest: digest.clone(),
+            status: SpareStatus::Ready,
+            owner: None,
+            created_at: self.clock.now(),
+        };
+        let reached = Reached { channel: sandbox.channel, provider: provider.name() };
+        let open = OpenSpare { spare, reached, warnings: sandbox.warnings };
+        self.store.spare_is_ready(id).await.map_err(error_of)?;
+        failpoint!("fill.ready");
+        self.pool.open().insert(id, open);
+        tracing::info!(spare = %id, provider = %shape.provider, image = shape.image, "a spare is ready");
+        Ok(())
+    }
+
+    /// Nothing more of this kind is made for a while.
+    fn note_failure(&self, shape: &Shape, problem: &str) {
+        let is_new = {
+            let mut failing = self.pool.failing();
+            let before = failing.get(shape);
+            let pause = before.map_or(FIRST_PAUSE, |before| (before.pause * 2).min(LONGEST_PAUSE));
+            let is_new = before.is_none_or(|before| before.problem != problem);
+            let until = Instant::now() + pause;
+            failing.insert(shape.clone(), Failing { problem: problem.to_owned(), pause, until });
+            is_new
+        };
+        metrics::counter!("emergent_pool_failures_total").increment(1);
+        if is_new {
+            tracing::warn!(provider = %shape.provider, image = shape.image, problem, "spares can't be made");
+            self.events.tell(Event {
+                at: chrono::Utc::now(),
+                kind: EventKind::PoolProblem,
+                workspace_id: None,
+                provider: Some(shape.provider),
+                message: format!("spares of {} can't be made: {problem}", shape.image),
+            });
+        }
+    }
+
+    async fn count_spares(&self) {
+        if let Ok(spares) = self.store.spares().await {
+            for status in SpareStatus::ALL {
+                let count = spares.iter().filter(|spare| spare.status == *status).count();
+                #[allow(clippy::cast_precision_loss, reason = "a count of spares is small")]
+                metrics::gauge!("emergent_pool_spares", "status" => status.as_str()).set(count as f64);
+            }
+        }
+    }
+
+    /// The pool as it stands.
+    pub(crate) async fn pool_status(&self) -> Result<PoolStatus, ErrorDetail> {
+        let (target, set_at_run_time) = self.pool_target().await?;
+        let spares = self.store.spares().await.map_err(error_of)?;
+        let failing = self.pool.failing().clone();
+        let mut matched = 0;
+        let mut shapes = Vec::new();
+        for resolved in self.resolve(&target) {
+            let count = |status| {
+                let of_shape = |spare: &&Spare| resolved.shape.as_ref() == Ok(&spare.shape);
+                let found = spares.iter().filter(of_shape).filter(|spare| spare.status == status).count();
+                u32::try_from(found).unwrap_or(u32::MAX)
+            };
+            let (ready, filling) = (count(SpareStatus::Ready), count(SpareStatus::Filling));
+            matched += ready + filling;
+            let problem = match &resolved.shape {
+                Ok(shape) => failing.get(shape).map(|failing| failing.problem.clone()),
+                Err(problem) => Some(problem.clone()),
+            };
+            shapes.push(ShapeStatus {
+                provider: resolved.shape.ok().map(|shape| shape.provider),
+                image: resolved.image,
+                resource_limits: resolved.limits,
+                network: resolved.network,
+                size: resolved.size,
+                ready,
+                filling,
+                problem,
+            });
+        }
+        let all = u32::try_from(spares.len()).unwrap_or(u32::MAX);
+        Ok(PoolStatus { set_at_run_time, shapes, leaving: all.saturating_sub(matched) })
+    }
+}
+
+/// The sandbox of a spare. It belongs to nobody: no variables.
+fn spare_spec(id: WorkspaceId, shape: &Shape) -> SandboxSpec {
+    SandboxSpec {
+        id,
+        container_type: ContainerType::AgentWorkspace,
+        image: shape.image.clone(),
+        limits: shape.limits,
+        network: shape.network,
+        snapshot: None,
+        configuration: Some(Configuration::default()),
+    }
+}
