@@ -5,7 +5,10 @@ use clap_complete::Shell;
 
 use crate::audit::AuditArgs;
 use crate::doctor::DoctorArgs;
+use crate::events::EventsArgs;
+use crate::pool::PoolArgs;
 use crate::serve::ServeArgs;
+use crate::snapshot::SnapshotArgs;
 use crate::token::TokenArgs;
 use crate::workspace::WorkspaceArgs;
 
@@ -40,7 +43,10 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     #[command(visible_alias = "ws")]
     Workspace(WorkspaceArgs),
+    Snapshot(SnapshotArgs),
+    Pool(PoolArgs),
     Token(TokenArgs),
+    Events(EventsArgs),
     Audit(AuditArgs),
     /// Print completions for a shell
     #[command(after_help = "\
@@ -59,7 +65,10 @@ impl Command {
     pub(crate) fn wants_json(&self) -> bool {
         match self {
             Self::Workspace(args) => args.connection.json,
+            Self::Snapshot(args) => args.connection.json,
+            Self::Pool(args) => args.connection.json,
             Self::Token(args) => args.connection.json,
+            Self::Events(args) => args.connection.json,
             Self::Audit(args) => args.connection.json,
             Self::Doctor(args) => args.json,
             Self::Serve(_) | Self::Completions { .. } => false,

@@ -113,6 +113,11 @@ impl Call {
         Self::new(Method::POST, path, ACT)
     }
 
+    /// Sets something.
+    pub(crate) fn put(path: &[&str]) -> Self {
+        Self::new(Method::PUT, path, ACT)
+    }
+
     /// Takes something away.
     pub(crate) fn delete(path: &[&str]) -> Self {
         Self::new(Method::DELETE, path, ACT)

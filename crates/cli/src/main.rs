@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! args        the command line            workspace/  the client's commands for workspaces and their tools
-//! client      REST calls                  token, audit
+//! client      REST calls                  snapshot, pool, token, events, audit
 //! sse         streamed answers            serve       the server
 //! pick        short ids                   doctor/     what works on this machine
 //! output, json, values, progress          how things are written and read
@@ -17,11 +17,14 @@ mod client;
 mod connection;
 mod context;
 mod doctor;
+mod events;
 mod json;
 mod output;
 mod pick;
+mod pool;
 mod progress;
 mod serve;
+mod snapshot;
 mod sse;
 mod token;
 mod values;
@@ -60,7 +63,10 @@ fn run(command: Command) -> Result<u8> {
         Command::Serve(args) => serve::run(&args),
         Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Workspace(args) => block_on(workspace::run(args)),
+        Command::Snapshot(args) => block_on(snapshot::run(args)),
+        Command::Pool(args) => block_on(pool::run(args)),
         Command::Token(args) => block_on(token::run(args)),
+        Command::Events(args) => block_on(events::run(args)),
         Command::Audit(args) => block_on(audit::run(args)),
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -58,6 +58,11 @@ pub(crate) fn error_bytes(bytes: &[u8]) {
     let _ = stderr.write_all(bytes).and_then(|()| stderr.flush());
 }
 
+/// Whether a person looks at stdout.
+pub(crate) fn stdout_is_terminal() -> bool {
+    io::stdout().is_terminal()
+}
+
 /// Whether a person looks at stderr.
 pub(crate) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()

@@ -59,6 +59,16 @@ fn brief(seconds: i64) -> String {
     }
 }
 
+/// A number of bytes in the unit that fits.
+pub(crate) fn size(bytes: u64) -> String {
+    match bytes {
+        b @ 0..1024 => format!("{b} B"),
+        b if b < 1 << 20 => format!("{:.0} KiB", b as f64 / 1024.0),
+        b if b < 1 << 30 => format!("{:.0} MiB", b as f64 / f64::from(1 << 20)),
+        b => format!("{:.1} GiB", b as f64 / f64::from(1 << 30)),
+    }
+}
+
 /// A point in time, to the second.
 pub(crate) fn timestamp(at: DateTime<Utc>) -> String {
     at.format("%Y-%m-%d %H:%M:%S UTC").to_string()
@@ -158,6 +168,12 @@ mod tests {
         ] {
             assert_eq!(brief(seconds), text);
         }
+    }
+
+    #[test]
+    fn a_size_is_short() {
+        let texts = [0, 1023, 10 << 10, 700 << 20, 3 << 29].map(size);
+        assert_eq!(texts, ["0 B", "1023 B", "10 KiB", "700 MiB", "1.5 GiB"]);
     }
 
     #[test]

@@ -159,6 +159,29 @@ impl TestServer {
         self.wait_until_ready().await;
     }
 
+    /// Starts it again with more variables, which are not kept for the next time.
+    pub async fn start_again_with(&mut self, more: &[(&str, &str)]) {
+        let mut environment = self.environment.clone();
+        environment.extend(more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        self.process = spawn(&self.binary, &self.data_dir, &environment);
+        self.wait_until_ready().await;
+    }
+
+    /// Waits until the server has been killed, by whomever.
+    pub fn wait_until_killed(&mut self) {
+        use std::os::unix::process::ExitStatusExt;
+        let begun = Instant::now();
+        let status = loop {
+            if let Some(status) = self.process.try_wait().expect("the process can be waited for") {
+                break status;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "the server lives:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        assert_eq!(status.signal(), Some(9), "{status}:\n{}", self.log());
+        let _ = std::fs::remove_file(self.data_dir.join("server-url"));
+    }
+
     /// Stops the server (SIGTERM) and asserts that nothing is left that carries its label.
     #[track_caller]
     pub fn stop(mut self) {
@@ -212,8 +235,10 @@ impl TestServer {
         let loops = String::from_utf8_lossy(&loops).into_owned();
         let ours = loops.lines().filter(|line| line.contains(&*self.data_dir.to_string_lossy()));
         found.extend(ours.map(|line| format!("loop device {line}")));
-        let disks = std::fs::read_dir(self.data_dir.join("disks")).into_iter().flatten().flatten();
-        found.extend(disks.map(|entry| format!("disk {}", entry.path().display())));
+        for (kind, directory) in [("disk", "disks"), ("snapshot", "snapshots")] {
+            let files = std::fs::read_dir(self.data_dir.join(directory)).into_iter().flatten().flatten();
+            found.extend(files.map(|entry| format!("{kind} {}", entry.path().display())));
+        }
         found
     }
 
@@ -245,6 +270,18 @@ impl TestServer {
         let status = response.status().as_u16();
         let bytes = response.bytes().await.expect("a body");
         Answer { status, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
+    }
+
+    /// A request that the server may not live to answer.
+    pub async fn request_in_vain(&self, method: &str, path: &str, body: Option<Value>) {
+        let method = method.parse().expect("a method");
+        let mut request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth(&self.token);
+        if let Some(body) = body {
+            request = request.json(&body);
+        }
+        if let Ok(response) = request.send().await {
+            let _ = response.bytes().await;
+        }
     }
 
     /// The HTTP client, for what the other functions don't do.

@@ -93,14 +93,17 @@ impl CreateArgs {
 pub(super) async fn run(context: &Context, args: &CreateArgs) -> Result<u8> {
     let call = Call::post(&["agent", "workspaces"]).body(&args.request()?)?;
     let answer = progress::during("creating a workspace", context.client.call(call)).await?;
-    context.show(&answer, |workspace: Workspace| {
-        view::warnings(&workspace);
-        if args.quiet {
-            return output::line(workspace.id);
-        }
-        view::summary(&workspace).print()
-    })?;
+    context.show(&answer, |workspace: Workspace| show_new(&workspace, args.quiet))?;
     Ok(0)
+}
+
+/// Shows a workspace that was just made.
+pub(crate) fn show_new(workspace: &Workspace, quiet: bool) -> Result<()> {
+    view::warnings(workspace);
+    if quiet {
+        return output::line(workspace.id);
+    }
+    view::summary(workspace).print()
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `workspace list`, `get`, `stop`, `resume` and `destroy`.
 
+use std::time::Duration;
+
 use anyhow::{Result, bail};
 use chrono::Utc;
 use clap::Args;
@@ -11,13 +13,21 @@ use crate::client::Call;
 use crate::context::{Context, PAGE};
 use crate::output;
 use crate::progress;
+use crate::sse::EventStream;
 use crate::values::one_of;
+
+/// How often a watched list is shown when nothing happens.
+const SHOW_EVERY: Duration = Duration::from_secs(10);
+/// Events this close to each other are one.
+const TOGETHER: Duration = Duration::from_millis(200);
+/// Clears a terminal.
+const CLEAR: &[u8] = b"\x1b[H\x1b[2J";
 
 /// A workspace.
 #[derive(Args, Debug)]
 pub(super) struct IdArgs {
     /// The workspace's id, or a unique piece of its beginning or end
-    id: String,
+    pub(super) id: String,
 }
 
 /// Show everything about a workspace
@@ -36,6 +46,7 @@ pub(super) struct OneArgs {
 Examples:
   emergent workspace list
   emergent workspace list --status ready --provider gvisor
+  emergent workspace list --watch
   emergent workspace list -q --all | xargs emergent workspace destroy")]
 pub(super) struct ListArgs {
     /// Only those that stand so
@@ -50,6 +61,9 @@ pub(super) struct ListArgs {
     /// Print ids and nothing else
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
+    /// Show the list again whenever something happens, until this is ended
+    #[arg(long, short, conflicts_with = "quiet")]
+    watch: bool,
 }
 
 /// Destroy workspaces: nothing of them is kept
@@ -80,6 +94,30 @@ fn page(args: &ListArgs) -> Call {
 }
 
 pub(super) async fn list(context: &Context, args: &ListArgs) -> Result<u8> {
+    if args.watch { watch(context, args).await } else { list_once(context, args).await }
+}
+
+/// Shows the list again after each event, and from time to time because ages change.
+async fn watch(context: &Context, args: &ListArgs) -> Result<u8> {
+    let mut events = EventStream::new(context.client.send(Call::get(&["events"]).events()).await?);
+    loop {
+        if output::stdout_is_terminal() {
+            output::bytes(CLEAR)?;
+        }
+        list_once(context, args).await?;
+        match tokio::time::timeout(SHOW_EVERY, events.next()).await {
+            Ok(Ok(Some(_))) => {
+                // What comes together is shown together.
+                while let Ok(Ok(Some(_))) = tokio::time::timeout(TOGETHER, events.next()).await {}
+            }
+            Ok(Ok(None)) => bail!("the server has ended the stream"),
+            Ok(Err(error)) => return Err(error),
+            Err(_) => {}
+        }
+    }
+}
+
+async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
     let list = if args.all {
         let workspaces = context.all_workspaces(|| page(args)).await?;
         let list = WorkspaceList { workspaces, next_cursor: None };

@@ -1,5 +1,6 @@
 //! `emergent workspace`: making workspaces, looking after them, and their seven tools.
 
+mod attach;
 mod bash;
 mod create;
 mod exit_status;
@@ -16,6 +17,9 @@ use clap::{Args, Subcommand};
 
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
+use crate::snapshot::{self, CopyArgs};
+
+pub(crate) use create::show_new;
 
 /// Create workspaces, work in them, destroy them
 ///
@@ -48,6 +52,18 @@ enum WorkspaceCommand {
     /// Start a stopped workspace again, with all its files
     #[command(after_help = "Examples:\n  emergent workspace resume 3fa2c9d1")]
     Resume(lifecycle::IdArgs),
+    Attach(attach::AttachArgs),
+    Detach(attach::DetachArgs),
+    /// Copy a workspace with its files
+    #[command(
+        after_help = "Examples:\n  emergent workspace fork 3fa2c9d1\n  copy=$(emergent workspace fork 3fa2c9d1 -q)"
+    )]
+    Fork {
+        #[command(flatten)]
+        which: lifecycle::IdArgs,
+        #[command(flatten)]
+        copy: CopyArgs,
+    },
     #[command(visible_alias = "rm")]
     Destroy(lifecycle::DestroyArgs),
     Bash(bash::BashArgs),
@@ -69,6 +85,13 @@ pub(crate) async fn run(args: WorkspaceArgs) -> Result<u8> {
         WorkspaceCommand::Get(args) => lifecycle::get(&context, &args).await,
         WorkspaceCommand::Stop(args) => lifecycle::change(&context, &args, "stop").await,
         WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, "resume").await,
+        WorkspaceCommand::Attach(args) => attach::attach(&context, args).await,
+        WorkspaceCommand::Detach(args) => attach::detach(&context, args).await,
+        WorkspaceCommand::Fork { which, copy } => {
+            let id = context.workspace_id(&which.id).await?;
+            snapshot::fork(&context, id, &copy).await?;
+            Ok(0)
+        }
         WorkspaceCommand::Destroy(args) => lifecycle::destroy(&context, &args).await,
         WorkspaceCommand::Bash(args) => bash::run(&context, args).await,
         WorkspaceCommand::Read(args) => files::read(&context, args).await,

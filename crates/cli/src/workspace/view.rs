@@ -5,7 +5,7 @@ use emergent_wire::workspace::Workspace;
 use serde_json::Value;
 
 use crate::output::{self, Table, one_line};
-use crate::values::{age, timestamp};
+use crate::values::{age, size, timestamp};
 
 /// The few things to know of a workspace that was just made or changed.
 pub(super) fn summary(workspace: &Workspace) -> Table {
@@ -29,6 +29,20 @@ pub(super) fn details(workspace: &Workspace) -> Table {
     let limits = workspace.resource_limits;
     table
         .field("limits", Some(format!("{} CPU, {} memory, {} disk", limits.cpu, limits.memory, limits.disk)));
+    if let Some(usage) = &workspace.usage {
+        let cpu = usage.cpu.map_or_else(|| "?".to_owned(), |cpu| format!("{cpu:.2}"));
+        table.field(
+            "uses",
+            Some(format!(
+                "{cpu} CPU, {} memory, {} disk, {} processes",
+                size(usage.memory_bytes),
+                size(usage.disk_bytes),
+                usage.processes
+            )),
+        );
+    }
+    table.field("attached to", workspace.attached_to.as_ref());
+    table.field("snapshot", workspace.snapshot_id.as_ref());
     table.field("repository", workspace.repository_url.as_ref());
     table.field("branch", workspace.branch.as_ref());
     table.field("session", workspace.agent_session_id);

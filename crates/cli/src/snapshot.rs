@@ -1,0 +1,229 @@
+//! `emergent snapshot`.
+
+use anyhow::Result;
+use chrono::Utc;
+use clap::{Args, Subcommand};
+use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
+use emergent_wire::workspace::{NetworkMode, RequestedLimits, Workspace};
+use emergent_wire::{ByteSize, CpuCount, SnapshotId};
+
+use crate::client::Call;
+use crate::connection::ConnectionArgs;
+use crate::context::{Context, PAGE};
+use crate::output::{self, Table};
+use crate::values::{self, age, one_of};
+use crate::{pick, progress, workspace};
+
+/// Copy workspaces' files, and make workspaces of the copies
+///
+/// A snapshot holds what is under /workspace. It outlives the workspace that it was made of.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  snapshot=$(emergent snapshot create 3fa2c9d1 -q)
+  emergent snapshot list
+  emergent snapshot restore $snapshot
+  emergent snapshot delete $snapshot")]
+pub(crate) struct SnapshotArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+    #[command(subcommand)]
+    command: SnapshotCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum SnapshotCommand {
+    /// Copy a workspace's files; what runs in it is paused meanwhile
+    #[command(after_help = "\
+Examples:
+  emergent snapshot create 3fa2c9d1
+  emergent snapshot create 3fa2c9d1 --description 'before the upgrade'")]
+    Create {
+        /// The workspace's id, or a unique piece of its beginning or end
+        id: String,
+        /// What to remember it by
+        #[arg(long, value_name = "TEXT")]
+        description: Option<String>,
+        /// Print the id and nothing else
+        #[arg(long, short, conflicts_with = "json")]
+        quiet: bool,
+    },
+    /// List snapshots, newest first
+    #[command(
+        visible_alias = "ls",
+        after_help = "Examples:\n  emergent snapshot list\n  emergent snapshot list --workspace 3fa2c9d1"
+    )]
+    List {
+        /// Only those of this workspace (which may be gone): its whole id
+        #[arg(long, value_name = "ID")]
+        workspace: Option<emergent_wire::WorkspaceId>,
+    },
+    Restore(RestoreArgs),
+    /// Remove snapshots; workspaces that were made of them keep their files
+    #[command(visible_alias = "rm", after_help = "Examples:\n  emergent snapshot delete 5b1e77aa")]
+    Delete {
+        /// The snapshots' ids, or unique pieces of their beginnings or ends
+        #[arg(required = true, value_name = "ID")]
+        ids: Vec<String>,
+    },
+}
+
+/// Create a workspace with the files of a snapshot
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  emergent snapshot restore 5b1e77aa
+  emergent snapshot restore 5b1e77aa --disk 20G --env MODE=test")]
+pub(crate) struct RestoreArgs {
+    /// The snapshot's id, or a unique piece of its beginning or end
+    id: String,
+    #[command(flatten)]
+    copy: CopyArgs,
+}
+
+/// What may be different in a copy.
+#[derive(Args, Debug)]
+pub(crate) struct CopyArgs {
+    /// CPUs, such as 2 or 0.5 [default: as in the original]
+    #[arg(long, value_name = "COUNT")]
+    cpu: Option<CpuCount>,
+    /// Memory, such as 512M or 4G [default: as in the original]
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<ByteSize>,
+    /// Disk space under /workspace; not less than the original's
+    #[arg(long, value_name = "SIZE")]
+    disk: Option<ByteSize>,
+    /// What it can reach: the internet (nat), or nothing (isolated) [default: as in the original]
+    #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
+    network: Option<NetworkMode>,
+    /// A variable that every command in it sees; NAME alone takes the value it has here. Those of the original are
+    /// not copied
+    #[arg(long, value_name = "NAME[=VALUE]", value_parser = values::variable)]
+    env: Vec<(String, String)>,
+    /// It expires this long after its last use: seconds, or 90m, 2h, 7d
+    #[arg(long, value_name = "DURATION", value_parser = values::duration)]
+    ttl: Option<std::time::Duration>,
+    /// Print the id and nothing else
+    #[arg(long, short, conflicts_with = "json")]
+    pub(crate) quiet: bool,
+}
+
+impl CopyArgs {
+    fn request(&self, snapshot_id: SnapshotId) -> Result<FromSnapshot> {
+        let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
+        Ok(FromSnapshot {
+            snapshot_id,
+            resource_limits: Some(limits).filter(|limits| *limits != RequestedLimits::default()),
+            environment: values::environment(None, &self.env)?,
+            network: self.network,
+            ttl_seconds: self.ttl.map(|ttl| ttl.as_secs()),
+        })
+    }
+}
+
+/// Runs one of the commands.
+pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
+    let context = Context::open(&args.connection)?;
+    match args.command {
+        SnapshotCommand::Create { id, description, quiet } => {
+            let id = context.workspace_id(&id).await?;
+            let path = ["agent", "workspaces", &id.to_string(), "snapshot"];
+            let call = Call::post(&path).body(&CreateSnapshot { description })?;
+            let answer = progress::during("copying the workspace", context.client.call(call)).await?;
+            context.show(&answer, |snapshot: Snapshot| {
+                if quiet { output::line(snapshot.id) } else { table([&snapshot]).print() }
+            })?;
+        }
+        SnapshotCommand::List { workspace } => {
+            let call = list_call().query("workspace_id", workspace);
+            let answer = context.client.call(call).await?;
+            context.show(&answer, |list: SnapshotList| {
+                table(&list.snapshots).print()?;
+                if list.snapshots.is_empty() {
+                    output::note("no snapshots; make one with: emergent snapshot create WORKSPACE");
+                }
+                if list.next_cursor.is_some() {
+                    output::note(format_args!("only the newest {} are shown", list.snapshots.len()));
+                }
+                Ok(())
+            })?;
+        }
+        SnapshotCommand::Restore(args) => {
+            let id = snapshot_id(&context, &args.id).await?;
+            restore(&context, id, &args.copy).await?;
+        }
+        SnapshotCommand::Delete { ids } => {
+            let mut found = Vec::new();
+            for given in &ids {
+                found.push(snapshot_id(&context, given).await?);
+            }
+            for id in found {
+                let answer = context.client.call(Call::delete(&path_of(&id.to_string()))).await?;
+                context.show(&answer, |_: serde_json::Value| output::line(format_args!("{id} deleted")))?;
+            }
+        }
+    }
+    Ok(0)
+}
+
+/// Makes a workspace of a snapshot and shows it.
+async fn restore(context: &Context, id: SnapshotId, args: &CopyArgs) -> Result<()> {
+    let call = Call::post(&["agent", "workspaces", "from-snapshot"]).body(&args.request(id)?)?;
+    let answer = progress::during("creating a workspace", context.client.call(call)).await?;
+    context.show(&answer, |made: Workspace| workspace::show_new(&made, args.quiet))
+}
+
+/// Copies a workspace: through a snapshot that is gone afterwards.
+pub(crate) async fn fork(context: &Context, id: emergent_wire::WorkspaceId, args: &CopyArgs) -> Result<()> {
+    let request = CreateSnapshot { description: Some("made by `workspace fork`".to_owned()) };
+    let call = Call::post(&["agent", "workspaces", &id.to_string(), "snapshot"]).body(&request)?;
+    let copied = progress::during("copying the workspace", context.client.call(call)).await?;
+    let snapshot: Snapshot = copied.parse()?;
+    let restored = restore(context, snapshot.id, args).await;
+    let removed = context.client.call(Call::delete(&path_of(&snapshot.id.to_string()))).await;
+    restored?;
+    if let Err(error) = removed {
+        output::note(format_args!("warning: the snapshot {} is left: {error:#}", snapshot.id));
+    }
+    Ok(())
+}
+
+fn path_of(id: &str) -> [&str; 4] {
+    ["agent", "workspaces", "snapshots", id]
+}
+
+fn list_call() -> Call {
+    Call::get(&["agent", "workspaces", "snapshots"]).query("limit", Some(PAGE))
+}
+
+/// The id that a user means: a whole id, or a piece of one that only one snapshot has.
+async fn snapshot_id(context: &Context, given: &str) -> Result<SnapshotId> {
+    if let Ok(id) = given.parse() {
+        return Ok(id);
+    }
+    pick::check(given)?;
+    let list: SnapshotList = context.client.call(list_call()).await?.parse()?;
+    let candidates = list.snapshots.into_iter().map(|snapshot| {
+        (snapshot.id, snapshot.description.unwrap_or_else(|| snapshot.workspace_id.to_string()))
+    });
+    pick::by_id("snapshot", given, candidates.collect())
+}
+
+fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {
+    let now = Utc::now();
+    let mut table =
+        Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "TAKES", "AGE", "ABOUT"]);
+    for snapshot in snapshots {
+        table.row([
+            snapshot.id.to_string(),
+            snapshot.status.to_string(),
+            snapshot.workspace_id.to_string(),
+            snapshot.provider.to_string(),
+            snapshot.resource_limits.disk.to_string(),
+            snapshot.size_bytes.map_or_else(|| "-".to_owned(), values::size),
+            age(snapshot.created_at, now),
+            output::shorten(&snapshot.description.clone().unwrap_or_default(), 60),
+        ]);
+    }
+    table
+}

@@ -1,0 +1,398 @@
+//! The server is killed with SIGKILL at every step of everything it does to the world, and started again: then the world
+//! is as if the step had been taken or never begun, nothing is left over, and what was ready still answers.
+//!
+//! The steps are the failpoints of the code; `every_failpoint_is_in_this_suite` makes sure that none is forgotten.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use emergent_test_support::server::{TestServer, run};
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+const POOL: &str = "/api/v1/agent/pool";
+
+/// Steps that making a sandbox has in common. The agent of the workspace that is kept is greeted first, at the start.
+const SANDBOX: [&str; 5] =
+    ["disk.made", "sandbox.made", "sandbox.attached", "sandbox.started", "sandbox.greeted@2"];
+const CREATE: [&str; 5] =
+    ["create.row_written", "create.placed", "create.sandbox_made", "create.written_down", "create.ready"];
+const STOP: [&str; 3] = ["stop.row_written", "stop.sandbox_stopped", "stop.done"];
+const RESUME: [&str; 6] = [
+    "resume.taken",
+    "sandbox.attached",
+    "sandbox.started",
+    "sandbox.greeted@2",
+    "resume.sandbox_started",
+    "resume.ready",
+];
+const DESTROY: [&str; 7] = [
+    "destroy.row_written",
+    "destroy.commands_ended",
+    "sandbox.container_removed",
+    "sandbox.volume_removed",
+    "disk.detached",
+    "destroy.sandbox_removed",
+    "destroy.row_deleted",
+];
+const SNAPSHOT: [&str; 5] =
+    ["snapshot.row_written", "snapshot.paused", "snapshot.copied", "snapshot.unpaused", "snapshot.ready"];
+const DELETE_SNAPSHOT: [&str; 3] = ["snapshot.withdrawn", "snapshot.removed", "snapshot.row_deleted"];
+const FROM_SNAPSHOT: [&str; 4] =
+    ["create.row_written", "disk.made", "sandbox.started", "create.sandbox_made"];
+const FILL: [&str; 7] = [
+    "fill.row_written",
+    "disk.made",
+    "sandbox.made",
+    "sandbox.started",
+    "sandbox.greeted@2",
+    "fill.made",
+    "fill.ready",
+];
+const CLAIM: [&str; 3] = ["claim.row_written", "claim.configured", "claim.ready"];
+const WITHDRAW: [&str; 4] =
+    ["withdraw.row_written", "sandbox.container_removed", "withdraw.destroyed", "withdraw.row_deleted"];
+const EXPIRE: [&str; 4] =
+    ["sweep.found", "sweep.row_written", "sandbox.container_removed", "destroy.sandbox_removed"];
+const STOP_IDLE: [&str; 2] = ["sweep.row_written", "stop.sandbox_stopped"];
+
+/// A server with a workspace that must outlive everything.
+struct World {
+    server: TestServer,
+    kept: String,
+}
+
+impl World {
+    async fn start(settings: &[(&str, &str)]) -> Self {
+        let server = TestServer::start_with(BINARY, settings).await;
+        let kept = server.create(json!({})).await;
+        server.bash(&kept, "echo kept > /workspace/kept; echo also > /root/also").await;
+        Self { server, kept }
+    }
+
+    /// Starts the server so that it dies at a step.
+    async fn arm(&mut self, step: &str, more: &[(&str, &str)]) {
+        self.server.terminate();
+        let settings: Vec<(&str, &str)> =
+            more.iter().copied().chain([("EMERGENT_FAILPOINT", step)]).collect();
+        self.server.start_again_with(&settings).await;
+    }
+
+    /// The server dies at a step of a request; and is started again.
+    async fn die(&mut self, step: &str, method: &str, path: &str, body: Option<Value>) {
+        self.arm(step, &[]).await;
+        self.server.request_in_vain(method, path, body).await;
+        self.come_back(step).await;
+    }
+
+    async fn come_back(&mut self, step: &str) {
+        self.server.wait_until_killed();
+        self.server.start_again().await;
+        self.check(step).await;
+    }
+
+    async fn workspaces(&self) -> Vec<Value> {
+        let listed = self.server.request("GET", WORKSPACES, None).await.ok();
+        listed["workspaces"].as_array().unwrap().clone()
+    }
+
+    async fn pool(&self) -> Value {
+        self.server.request("GET", POOL, None).await.ok()
+    }
+
+    /// Waits until the pool holds what it shall.
+    async fn settle(&self) -> u64 {
+        let begun = Instant::now();
+        loop {
+            let pool = self.pool().await;
+            let shapes = pool["shapes"].as_array().unwrap();
+            let sum = |key: &str| shapes.iter().map(|shape| shape[key].as_u64().unwrap()).sum::<u64>();
+            if sum("ready") == sum("size") && sum("filling") == 0 && pool["leaving"] == 0 {
+                return sum("ready");
+            }
+            assert!(begun.elapsed() < Duration::from_secs(60), "the pool does not settle: {pool}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Asserts that what is there is what the server knows of, no more and no less; and that it works.
+    async fn check(&self, step: &str) {
+        let spares = self.settle().await;
+        let workspaces = self.workspaces().await;
+        for workspace in &workspaces {
+            let status = workspace["status"].as_str().unwrap();
+            assert!(matches!(status, "ready" | "stopped"), "{step}: {workspace}");
+        }
+        let ids: BTreeSet<String> =
+            workspaces.iter().map(|workspace| workspace["id"].as_str().unwrap().to_owned()).collect();
+        let filter = format!("label=emergent.installation={}", self.server.installation());
+        let list = |arguments: &[&str]| -> BTreeSet<String> {
+            let text = run("docker", &[arguments, &["--filter", &filter]].concat());
+            text.lines().map(|line| line.trim_start_matches("agent-workspace-").to_owned()).collect()
+        };
+        let containers = list(&["ps", "--all", "--format", "{{.Names}}"]);
+        let spare_ids: BTreeSet<String> = containers.difference(&ids).cloned().collect();
+        assert_eq!(
+            spare_ids.len() as u64,
+            spares,
+            "{step}: {spare_ids:?} are nobody's\n{}",
+            self.server.log()
+        );
+        assert!(containers.is_superset(&ids), "{step}: {ids:?} are not all in {containers:?}");
+        assert_eq!(list(&["volume", "ls", "--format", "{{.Name}}"]), containers, "{step}: volumes");
+        let paused = list(&["ps", "--format", "{{.Names}}", "--filter", "status=paused"]);
+        assert_eq!(paused, BTreeSet::new(), "{step}: paused");
+        assert_eq!(list(&["network", "ls", "--format", "{{.Name}}"]).len(), 1, "{step}: networks");
+
+        let files = |directory: &str| -> BTreeSet<String> {
+            let entries = std::fs::read_dir(self.server.data_dir().join(directory)).unwrap();
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+        };
+        let disks = containers.iter().flat_map(|id| [format!("{id}.img"), format!("{id}.dev")]).collect();
+        assert_eq!(files("disks"), disks, "{step}: disks");
+        let loops = run("losetup", &["--noheadings", "--output", "BACK-FILE"]);
+        let data_dir = self.server.data_dir().to_str().unwrap();
+        let loops: Vec<&str> = loops.lines().filter(|line| line.contains(data_dir)).collect();
+        assert_eq!(loops.len(), containers.len(), "{step}: {loops:?}");
+        assert!(loops.iter().all(|line| !line.contains("(deleted)")), "{step}: {loops:?}");
+        let listed = self.server.request("GET", &format!("{WORKSPACES}/snapshots"), None).await.ok();
+        let snapshots = listed["snapshots"].as_array().unwrap();
+        assert!(snapshots.iter().all(|snapshot| snapshot["status"] == "ready"), "{step}: {listed}");
+        let copies =
+            snapshots.iter().map(|snapshot| format!("{}.img", snapshot["id"].as_str().unwrap())).collect();
+        assert_eq!(files("snapshots"), copies, "{step}: snapshots");
+
+        let alive = self.server.bash(&self.kept, "cat /workspace/kept /root/also").await;
+        assert_eq!(alive, "kept\nalso\n", "{step}");
+    }
+
+    /// Removes everything but the workspace that is kept.
+    async fn clear(&self) {
+        for workspace in self.workspaces().await {
+            let id = workspace["id"].as_str().unwrap();
+            if id != self.kept {
+                self.server.destroy(id).await;
+            }
+        }
+    }
+
+    async fn end(self) {
+        self.clear().await;
+        self.server.destroy(&self.kept).await;
+        self.server.stop();
+    }
+}
+
+#[tokio::test]
+async fn killed_while_it_creates() {
+    let mut world = World::start(&[]).await;
+    for step in CREATE.into_iter().chain(SANDBOX) {
+        world.die(step, "POST", WORKSPACES, Some(json!({}))).await;
+        // All or nothing: a workspace whose caller was never told is one like any other.
+        let made = world.workspaces().await.len() - 1;
+        assert_eq!(made, usize::from(step == "create.ready"), "{step}");
+        world.clear().await;
+    }
+    // A creation that fails, and is being undone.
+    let body = json!({ "image": "emergent/no-such-image" });
+    world.die("create.undone", "POST", WORKSPACES, Some(body)).await;
+    assert_eq!(world.workspaces().await.len(), 1);
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_stops_and_resumes() {
+    let mut world = World::start(&[]).await;
+    let id = world.server.create(json!({})).await;
+    let path = format!("{WORKSPACES}/{id}");
+    world.server.bash(&id, "echo mine > /workspace/f; echo other > /root/g").await;
+    for step in STOP {
+        world.die(step, "POST", &format!("{path}/stop"), None).await;
+        assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
+        world.server.request("POST", &format!("{path}/resume"), None).await.ok();
+        assert_eq!(world.server.bash(&id, "cat f /root/g").await, "mine\nother\n", "{step}");
+    }
+    for step in RESUME {
+        world.server.request("POST", &format!("{path}/stop"), None).await.ok();
+        world.die(step, "POST", &format!("{path}/resume"), None).await;
+        world.server.request("POST", &format!("{path}/resume"), None).await.ok();
+        assert_eq!(world.server.bash(&id, "cat f /root/g").await, "mine\nother\n", "{step}");
+    }
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_destroys() {
+    let mut world = World::start(&[]).await;
+    for step in DESTROY {
+        let id = world.server.create(json!({})).await;
+        world.die(step, "DELETE", &format!("{WORKSPACES}/{id}"), None).await;
+        world.server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.error(404);
+    }
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_copies() {
+    let mut world = World::start(&[]).await;
+    let snapshots = format!("{WORKSPACES}/snapshots");
+    let ids = async |world: &World| -> Vec<String> {
+        let listed = world.server.request("GET", &snapshots, None).await.ok();
+        let all = listed["snapshots"].as_array().unwrap().iter();
+        all.map(|snapshot| snapshot["id"].as_str().unwrap().to_owned()).collect()
+    };
+    let copy = format!("{WORKSPACES}/{}/snapshot", world.kept);
+    for step in SNAPSHOT {
+        world.die(step, "POST", &copy, None).await;
+        let made = ids(&world).await;
+        assert_eq!(made.len(), usize::from(step == "snapshot.ready"), "{step}");
+        for id in made {
+            world.server.request("DELETE", &format!("{snapshots}/{id}"), None).await.ok();
+        }
+    }
+    for step in DELETE_SNAPSHOT {
+        let made = world.server.request("POST", &copy, None).await.ok();
+        let id = made["id"].as_str().unwrap();
+        world.die(step, "DELETE", &format!("{snapshots}/{id}"), None).await;
+        assert_eq!(ids(&world).await.len(), 0, "{step}");
+    }
+    let made = world.server.request("POST", &copy, None).await.ok();
+    for step in FROM_SNAPSHOT {
+        let body = json!({ "snapshot_id": made["id"] });
+        world.die(step, "POST", &format!("{WORKSPACES}/from-snapshot"), Some(body)).await;
+        assert_eq!(world.workspaces().await.len(), 1, "{step}");
+    }
+    let path = format!("{snapshots}/{}", made["id"].as_str().unwrap());
+    world.server.request("DELETE", &path, None).await.ok();
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_fills_the_pool() {
+    let mut world = World::start(&[]).await;
+    let one = json!({ "shapes": [{ "size": 1 }] });
+    let none = json!({ "shapes": [] });
+    for step in FILL {
+        world.die(step, "PUT", POOL, Some(one.clone())).await;
+        assert_eq!(world.settle().await, 1, "{step}");
+        world.server.request("PUT", POOL, Some(none.clone())).await.ok();
+        world.settle().await;
+    }
+    for step in WITHDRAW {
+        world.server.request("PUT", POOL, Some(one.clone())).await.ok();
+        world.settle().await;
+        world.die(step, "PUT", POOL, Some(none.clone())).await;
+        assert_eq!(world.settle().await, 0, "{step}");
+    }
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_hands_out_a_spare() {
+    let mut world = World::start(&[("WORKSPACE_WARM_POOL_SIZE", "1")]).await;
+    for step in CLAIM {
+        world.settle().await;
+        let body = json!({ "environment": { "SECRET": "hush" } });
+        world.arm(step, &[]).await;
+        world.settle().await;
+        // The spare of before was adopted, not made again; now it is claimed.
+        world.server.request_in_vain("POST", WORKSPACES, Some(body)).await;
+        world.come_back(step).await;
+        let made: Vec<Value> =
+            world.workspaces().await.into_iter().filter(|one| one["id"] != world.kept.as_str()).collect();
+        assert_eq!(made.len(), usize::from(step == "claim.ready"), "{step}");
+        for workspace in made {
+            let id = workspace["id"].as_str().unwrap();
+            assert_eq!(world.server.bash(id, "echo $SECRET").await, "hush\n");
+        }
+        world.clear().await;
+    }
+    world.server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
+    world.settle().await;
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_removes_what_has_expired() {
+    // Without a sweep until the steps are armed.
+    let settings = [
+        ("WORKSPACE_SWEEP_EVERY_SECONDS", "100000"),
+        ("WORKSPACE_MAX_CONCURRENT", "20"),
+        ("EMERGENT_ALLOW_DOCKER", "true"),
+    ];
+    let mut world = World::start(&settings).await;
+    // Enough of them for every step, as several are removed at once.
+    for _ in 0..13 {
+        let doomed = json!({ "ttl_seconds": 60, "network": "isolated", "provider": "docker" });
+        world.server.create(doomed).await;
+    }
+    // The shortest life there is.
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    for step in EXPIRE {
+        world.arm(step, &[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
+        world.come_back(step).await;
+    }
+    world.server.terminate();
+    world.server.start_again_with(&[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
+    let begun = Instant::now();
+    while world.workspaces().await.len() > 1 {
+        assert!(begun.elapsed() < Duration::from_secs(30), "expired workspaces stay");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    world.check("after all").await;
+    world.end().await;
+}
+
+#[tokio::test]
+async fn killed_while_it_stops_what_is_idle() {
+    let mut world = World::start(&[]).await;
+    // A command in the background is a use.
+    let sleep = json!({ "command": "sleep 1000", "background": true });
+    world.server.tool(&world.kept, "bash", sleep).await.ok();
+    let id = world.server.create(json!({ "network": "isolated" })).await;
+    let path = format!("{WORKSPACES}/{id}");
+    for step in STOP_IDLE {
+        world.server.request("POST", &format!("{path}/resume"), None).await.ok();
+        world.arm(step, &[("WORKSPACE_IDLE_STOP_SECONDS", "10")]).await;
+        world.come_back(step).await;
+        assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
+    }
+    world.end().await;
+}
+
+#[test]
+fn every_failpoint_is_in_this_suite() {
+    let lists: [&[&str]; 14] = [
+        &SANDBOX,
+        &CREATE,
+        &STOP,
+        &RESUME,
+        &DESTROY,
+        &SNAPSHOT,
+        &DELETE_SNAPSHOT,
+        &FROM_SNAPSHOT,
+        &FILL,
+        &CLAIM,
+        &WITHDRAW,
+        &EXPIRE,
+        &STOP_IDLE,
+        &["create.undone"],
+    ];
+    let points: usize = lists.iter().map(|list| list.len()).sum();
+    assert!(points >= 40, "{points}");
+    let tried: BTreeSet<&str> =
+        lists.iter().flat_map(|list| list.iter()).map(|step| step.split('@').next().unwrap()).collect();
+    let mut there = BTreeSet::new();
+    let own = std::env::var("CARGO_MANIFEST_DIR").unwrap();
+    let crates = Path::new(&own).parent().unwrap();
+    for source in ["control-plane/src", "providers/src"] {
+        let text = run("grep", &["-rhoE", r#"failpoint!\("[^"]+"#, crates.join(source).to_str().unwrap()]);
+        there.extend(text.lines().map(|line| line.trim_start_matches("failpoint!(\"").to_owned()));
+    }
+    let there: BTreeSet<&str> = there.iter().map(String::as_str).collect();
+    assert_eq!(tried, there);
+}

@@ -1,0 +1,163 @@
+//! The scenarios of the orchestrator's requirements that need the whole server, each as a test named after its title.
+//! (Selection is tested where it is, as a pure function; fallback and health beside them, with providers that fail.)
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::time::{Duration, Instant};
+
+use emergent_test_support::server::TestServer;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+const POOL: &str = "/api/v1/agent/pool";
+
+async fn until_pool_has(server: &TestServer, ready: u64) -> Value {
+    let begun = Instant::now();
+    loop {
+        let pool = server.request("GET", POOL, None).await.ok();
+        let shapes = pool["shapes"].as_array().unwrap();
+        let sum = |key: &str| shapes.iter().map(|shape| shape[key].as_u64().unwrap()).sum::<u64>();
+        if sum("ready") == ready && sum("filling") == 0 && pool["leaving"] == 0 {
+            return pool;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "{pool}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn provider(server: &TestServer, name: &str) -> Value {
+    let listed = server.request("GET", &format!("{WORKSPACES}/providers"), None).await.ok();
+    listed["providers"].as_array().unwrap().iter().find(|one| one["name"] == name).unwrap().clone()
+}
+
+#[tokio::test]
+async fn all_providers_implement_the_same_interface() {
+    // The same life, step by step, on every provider there is here.
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let id = server.create(json!({ "provider": provider })).await;
+        let path = format!("{WORKSPACES}/{id}");
+        server.tool(&id, "write", json!({ "file_path": "f", "content": "text" })).await.ok();
+        assert_eq!(server.bash(&id, "cat f").await, "text");
+        assert_eq!(server.tool(&id, "read", json!({ "file_path": "f" })).await.ok()["content"], "1: text");
+        assert_eq!(server.request("POST", &format!("{path}/stop"), None).await.ok()["status"], "stopped");
+        assert_eq!(server.request("POST", &format!("{path}/resume"), None).await.ok()["status"], "ready");
+        let copy = server.request("POST", &format!("{path}/snapshot"), None).await.ok();
+        let request = json!({ "snapshot_id": copy["id"] });
+        let made = server.request("POST", &format!("{WORKSPACES}/from-snapshot"), Some(request)).await.ok();
+        assert_eq!(made["provider"], provider);
+        let made = made["id"].as_str().unwrap();
+        assert_eq!(server.bash(made, "cat f").await, "text");
+        let copy = format!("{WORKSPACES}/snapshots/{}", copy["id"].as_str().unwrap());
+        server.request("DELETE", &copy, None).await.ok();
+        server.destroy(made).await;
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test]
+async fn provider_capabilities_reporting() {
+    let server = TestServer::start(BINARY).await;
+    let before = provider(&server, "gvisor").await;
+    let capabilities = &before["capabilities"];
+    for feature in ["persistence", "snapshots", "warm_pool"] {
+        assert_eq!(capabilities[feature], true, "{before}");
+    }
+    assert_eq!(capabilities["requires"], json!(["docker", "runsc"]));
+    assert_eq!(capabilities["isolation"], "application_kernel");
+    assert!(before["available_resources"]["memory_bytes"].as_u64().unwrap() > 0, "{before}");
+    // Latency is measured, so there is none before the first start.
+    assert_eq!(capabilities["startup_latency_ms"], Value::Null);
+    let id = server.create(json!({})).await;
+    let after = provider(&server, "gvisor").await;
+    assert!(after["capabilities"]["startup_latency_ms"].as_u64().unwrap() > 0, "{after}");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn no_provider_specified_defaults_to_auto() {
+    let server = TestServer::start(BINARY).await;
+    let mut placements = Vec::new();
+    for request in [json!({}), json!({ "provider": "auto" })] {
+        let made = server.request("POST", WORKSPACES, Some(request)).await.ok();
+        placements.push(made["placement"].clone());
+        server.destroy(made["id"].as_str().unwrap()).await;
+    }
+    assert_eq!(placements[0], placements[1]);
+    server.stop();
+}
+
+#[tokio::test]
+async fn health_status_api() {
+    let server = TestServer::start_with(BINARY, &[]).await;
+    let id = server.create(json!({})).await;
+    let gvisor = provider(&server, "gvisor").await;
+    assert_eq!((&gvisor["status"], &gvisor["active_workspaces"]), (&json!("healthy"), &json!(1)));
+    assert!(gvisor["last_check"].is_string() && gvisor["available_resources"]["cpus"].is_number());
+    // What is not there is said to be not there, and why.
+    let firecracker = provider(&server, "firecracker").await;
+    assert_eq!((&firecracker["status"], &firecracker["last_check"]), (&json!("disabled"), &Value::Null));
+    assert_eq!(firecracker["message"], "not installed on this server");
+    assert_eq!(provider(&server, "e2b").await["message"], "E2B API key not configured");
+    assert!(provider(&server, "docker").await["message"].as_str().unwrap().contains("allow_docker"));
+    server.destroy(&id).await;
+    assert_eq!(provider(&server, "gvisor").await["active_workspaces"], 0);
+    server.stop();
+}
+
+#[tokio::test]
+async fn warm_pool_uses_default_provider() {
+    // Docker is allowed too, but it is not what a request would get.
+    let settings = [("WORKSPACE_WARM_POOL_SIZE", "1"), ("EMERGENT_ALLOW_DOCKER", "true")];
+    let server = TestServer::start_with(BINARY, &settings).await;
+    let pool = until_pool_has(&server, 1).await;
+    assert_eq!(pool["shapes"][0]["provider"], "gvisor");
+    let made = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
+    assert_eq!((&made["provider"], &made["placement"]["warm_hit"]), (&json!("gvisor"), &json!(true)));
+    server.destroy(made["id"].as_str().unwrap()).await;
+    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
+    until_pool_has(&server, 0).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn warm_pool_container_matches_request() {
+    let server = TestServer::start(BINARY).await;
+    let shapes = json!({ "shapes": [
+        { "size": 1, "provider": "docker", "network": "isolated" },
+        { "size": 1, "provider": "docker", "network": "isolated", "resource_limits": { "memory": "1G" } },
+    ] });
+    server.request("PUT", POOL, Some(shapes)).await.ok();
+    until_pool_has(&server, 2).await;
+    let small = json!({ "provider": "docker", "network": "isolated", "resource_limits": { "memory": "1G" } });
+    let made = server.request("POST", WORKSPACES, Some(small)).await.ok();
+    assert_eq!(
+        (&made["placement"]["warm_hit"], &made["resource_limits"]["memory"]),
+        (&json!(true), &json!("1G"))
+    );
+    server.destroy(made["id"].as_str().unwrap()).await;
+    // A spare of an image that has changed since is never handed out.
+    until_pool_has(&server, 2).await;
+    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
+    until_pool_has(&server, 0).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn warm_pool_miss_triggers_cold_start_with_correct_provider() {
+    let server = TestServer::start(BINARY).await;
+    let shapes = json!({ "shapes": [{ "size": 1, "provider": "docker", "network": "isolated" }] });
+    server.request("PUT", POOL, Some(shapes)).await.ok();
+    until_pool_has(&server, 1).await;
+    // What the request would get is gVisor: a plain container is not good enough, however warm.
+    let made = server.request("POST", WORKSPACES, Some(json!({ "network": "isolated" }))).await.ok();
+    assert_eq!((&made["provider"], &made["placement"]["warm_hit"]), (&json!("gvisor"), &json!(false)));
+    assert!(server.log().contains("no spare fits reason=\"other_provider\""), "{}", server.log());
+    server.destroy(made["id"].as_str().unwrap()).await;
+    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
+    until_pool_has(&server, 0).await;
+    server.stop();
+}
