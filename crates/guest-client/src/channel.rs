@@ -315,7 +315,10 @@ async fn read_frames(shared: Arc<Shared>, mut reader: impl AsyncRead + Unpin, mu
 #[derive(Default)]
 struct Silence {
     heard: Option<Instant>,
+    /// The guest was asked and has said nothing since.
     asked: Option<Instant>,
+    /// Pings whose pong has not come yet. What was on its way before may come first.
+    pongs_due: u32,
 }
 
 impl Silence {
@@ -324,11 +327,12 @@ impl Silence {
         self.asked = None;
     }
 
-    /// The guest answered a ping. False when none was sent.
+    /// The guest answered a ping. False when all were answered.
     fn pong(&mut self) -> bool {
-        let asked = self.asked.is_some();
         self.heard();
-        asked
+        let left = self.pongs_due.checked_sub(1);
+        self.pongs_due = left.unwrap_or(0);
+        left.is_some()
     }
 
     /// Waits until the guest has been silent for too long while calls wait.
@@ -350,6 +354,7 @@ impl Silence {
             return None;
         }
         self.asked = Some(Instant::now());
+        self.pongs_due = self.pongs_due.saturating_add(1);
         Some(Frame::new(Kind::Ping, 0, 0_u64.to_be_bytes()))
     }
 }

@@ -139,6 +139,30 @@ async fn a_guest_of_an_unknown_version_is_refused_with_advice() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_pong_may_come_after_what_was_said_before_it() {
+    let (client, mut guest) = channel().await;
+    let long = client.start(&GuestCall::Usage(())).await.unwrap();
+    let short = client.start(&GuestCall::Usage(())).await.unwrap();
+    guest.read_exact(&mut [0; 2 * (9 + 14)]).await.unwrap();
+    for _ in 0..3 {
+        // The host asks whether anybody is there; the answer to another call was on its way.
+        let mut ping = [0; 9 + 8];
+        guest.read_exact(&mut ping).await.unwrap();
+        assert_eq!(ping[4], Kind::Ping as u8);
+        let output = Frame::new(Kind::Stdout, 2, *b"x").to_bytes();
+        let pong = Frame::new(Kind::Pong, 0, [0; 8]).to_bytes();
+        guest.write_all(&[output, pong].concat()).await.unwrap();
+    }
+    let answer = |id| Frame::message(Kind::Result, id, &GlobAnswer::default()).unwrap().to_bytes();
+    guest.write_all(&[answer(2), answer(1)].concat()).await.unwrap();
+    assert!(short.answer_with_output::<GlobAnswer>(100).await.is_ok());
+    assert!(long.answer::<GlobAnswer>().await.is_ok());
+    // One more than was asked for is still too many.
+    guest.write_all(&Frame::new(Kind::Pong, 0, [0; 8]).to_bytes()).await.unwrap();
+    assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::UnexpectedKind(12)));
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_guest_that_never_answers_is_given_up() {
     let (client, guest) = channel().await;
     let call = client.start(&GuestCall::Usage(())).await.unwrap();
