@@ -33,6 +33,8 @@ fn main() -> Result<ExitCode> {
 
 /// Writes the API's description where it is checked in.
 fn write_openapi() -> Result<()> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../openapi/emergent.json");
+    // Asked when it runs: what was compiled in one clone may run in another.
+    let own = std::env::var("CARGO_MANIFEST_DIR").context("run it with cargo")?;
+    let path = Path::new(&own).join("../openapi/emergent.json");
     std::fs::write(&path, emergent_control_plane::openapi_json()).with_context(|| path.display().to_string())
 }

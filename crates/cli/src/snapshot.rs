@@ -3,15 +3,15 @@
 use anyhow::Result;
 use chrono::Utc;
 use clap::{Args, Subcommand};
+use emergent_wire::SnapshotId;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
-use emergent_wire::workspace::{NetworkMode, RequestedLimits, Workspace};
-use emergent_wire::{ByteSize, CpuCount, SnapshotId};
+use emergent_wire::workspace::{NetworkMode, Workspace};
 
 use crate::client::Call;
 use crate::connection::ConnectionArgs;
 use crate::context::{Context, PAGE};
 use crate::output::{self, Table};
-use crate::values::{self, age, one_of};
+use crate::values::{self, LimitArgs, age, one_of};
 use crate::{pick, progress, workspace};
 
 /// Copy workspaces' files, and make workspaces of the copies
@@ -81,18 +81,11 @@ pub(crate) struct RestoreArgs {
     copy: CopyArgs,
 }
 
-/// What may be different in a copy.
+/// What may be different in a copy; what is not given is as in the original. (Its disk can't be smaller.)
 #[derive(Args, Debug)]
 pub(crate) struct CopyArgs {
-    /// CPUs, such as 2 or 0.5 [default: as in the original]
-    #[arg(long, value_name = "COUNT")]
-    cpu: Option<CpuCount>,
-    /// Memory, such as 512M or 4G [default: as in the original]
-    #[arg(long, value_name = "SIZE")]
-    memory: Option<ByteSize>,
-    /// Disk space under /workspace; not less than the original's
-    #[arg(long, value_name = "SIZE")]
-    disk: Option<ByteSize>,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// What it can reach: the internet (nat), or nothing (isolated) [default: as in the original]
     #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
     network: Option<NetworkMode>,
@@ -110,10 +103,9 @@ pub(crate) struct CopyArgs {
 
 impl CopyArgs {
     fn request(&self, snapshot_id: SnapshotId) -> Result<FromSnapshot> {
-        let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
         Ok(FromSnapshot {
             snapshot_id,
-            resource_limits: Some(limits).filter(|limits| *limits != RequestedLimits::default()),
+            resource_limits: self.limits.requested(),
             environment: values::environment(None, &self.env)?,
             network: self.network,
             ttl_seconds: self.ttl.map(|ttl| ttl.as_secs()),

@@ -1,4 +1,4 @@
-//! Values as people type and read them: durations, points in time, variables.
+//! Values as people type and read them: durations, points in time, variables, limits.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow};
 use chrono::{DateTime, SecondsFormat, Utc};
+use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use emergent_wire::workspace::RequestedLimits;
+use emergent_wire::{ByteSize, CpuCount};
 
 /// Parses a duration: `90` and `90s` are seconds; `500ms`, `5m`, `2h` and `7d` are what they look like.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
@@ -113,6 +116,28 @@ where
     T::Err: std::error::Error + Send + Sync + 'static,
 {
     PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
+}
+
+/// What a workspace may use at most.
+#[derive(Args, Debug, Default)]
+pub(crate) struct LimitArgs {
+    /// CPUs, such as 2 or 0.5
+    #[arg(long, value_name = "COUNT")]
+    pub(crate) cpu: Option<CpuCount>,
+    /// Memory, such as 512M or 4G
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) memory: Option<ByteSize>,
+    /// Disk space under /workspace, such as 10G
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) disk: Option<ByteSize>,
+}
+
+impl LimitArgs {
+    /// As a request says it; nothing if none is given.
+    pub(crate) fn requested(&self) -> Option<RequestedLimits> {
+        let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
+        Some(limits).filter(|limits| *limits != RequestedLimits::default())
+    }
 }
 
 /// The text as one word of a shell's command line.

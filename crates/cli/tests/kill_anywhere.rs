@@ -70,21 +70,26 @@ impl World {
     async fn start(settings: &[(&str, &str)]) -> Self {
         let server = TestServer::start_with(BINARY, settings).await;
         let kept = server.create(json!({})).await;
-        server.bash(&kept, "echo kept > /workspace/kept; echo also > /root/also").await;
+        server.bash(&kept, "echo kept > /workspace/kept; echo also > /srv/also").await;
         Self { server, kept }
     }
 
     /// Starts the server so that it dies at a step.
-    async fn arm(&mut self, step: &str, more: &[(&str, &str)]) {
+    async fn arm(&mut self, step: &str) {
         self.server.terminate();
-        let settings: Vec<(&str, &str)> =
-            more.iter().copied().chain([("EMERGENT_FAILPOINT", step)]).collect();
-        self.server.start_again_with(&settings).await;
+        self.server.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
+    }
+
+    /// The server dies at a step that it takes by itself with this setting; and is started again without it.
+    async fn die_alone(&mut self, step: &str, setting: (&str, &str)) {
+        self.server.terminate();
+        self.server.start_again_unattended(&[("EMERGENT_FAILPOINT", step), setting]);
+        self.come_back(step).await;
     }
 
     /// The server dies at a step of a request; and is started again.
     async fn die(&mut self, step: &str, method: &str, path: &str, body: Option<Value>) {
-        self.arm(step, &[]).await;
+        self.arm(step).await;
         self.server.request_in_vain(method, path, body).await;
         self.come_back(step).await;
     }
@@ -100,23 +105,13 @@ impl World {
         listed["workspaces"].as_array().unwrap().clone()
     }
 
-    async fn pool(&self) -> Value {
-        self.server.request("GET", POOL, None).await.ok()
-    }
-
-    /// Waits until the pool holds what it shall.
+    /// Waits until the pool holds what it shall, and says how many that are.
     async fn settle(&self) -> u64 {
-        let begun = Instant::now();
-        loop {
-            let pool = self.pool().await;
-            let shapes = pool["shapes"].as_array().unwrap();
-            let sum = |key: &str| shapes.iter().map(|shape| shape[key].as_u64().unwrap()).sum::<u64>();
-            if sum("ready") == sum("size") && sum("filling") == 0 && pool["leaving"] == 0 {
-                return sum("ready");
-            }
-            assert!(begun.elapsed() < Duration::from_secs(60), "the pool does not settle: {pool}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+        let pool = self.server.request("GET", POOL, None).await.ok();
+        let wanted =
+            pool["shapes"].as_array().unwrap().iter().map(|shape| shape["size"].as_u64().unwrap()).sum();
+        self.server.wait_for_pool(wanted).await;
+        wanted
     }
 
     /// Asserts that what is there is what the server knows of, no more and no less; and that it works.
@@ -166,7 +161,7 @@ impl World {
             snapshots.iter().map(|snapshot| format!("{}.img", snapshot["id"].as_str().unwrap())).collect();
         assert_eq!(files("snapshots"), copies, "{step}: snapshots");
 
-        let alive = self.server.bash(&self.kept, "cat /workspace/kept /root/also").await;
+        let alive = self.server.bash(&self.kept, "cat /workspace/kept /srv/also").await;
         assert_eq!(alive, "kept\nalso\n", "{step}");
     }
 
@@ -209,18 +204,18 @@ async fn killed_while_it_stops_and_resumes() {
     let mut world = World::start(&[]).await;
     let id = world.server.create(json!({})).await;
     let path = format!("{WORKSPACES}/{id}");
-    world.server.bash(&id, "echo mine > /workspace/f; echo other > /root/g").await;
+    world.server.bash(&id, "echo mine > /workspace/f; echo other > /srv/g").await;
     for step in STOP {
         world.die(step, "POST", &format!("{path}/stop"), None).await;
         assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
-        assert_eq!(world.server.bash(&id, "cat f /root/g").await, "mine\nother\n", "{step}");
+        assert_eq!(world.server.bash(&id, "cat f /srv/g").await, "mine\nother\n", "{step}");
     }
     for step in RESUME {
         world.server.request("POST", &format!("{path}/stop"), None).await.ok();
         world.die(step, "POST", &format!("{path}/resume"), None).await;
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
-        assert_eq!(world.server.bash(&id, "cat f /root/g").await, "mine\nother\n", "{step}");
+        assert_eq!(world.server.bash(&id, "cat f /srv/g").await, "mine\nother\n", "{step}");
     }
     world.end().await;
 }
@@ -297,7 +292,7 @@ async fn killed_while_it_hands_out_a_spare() {
     for step in CLAIM {
         world.settle().await;
         let body = json!({ "environment": { "SECRET": "hush" } });
-        world.arm(step, &[]).await;
+        world.arm(step).await;
         world.settle().await;
         // The spare of before was adopted, not made again; now it is claimed.
         world.server.request_in_vain("POST", WORKSPACES, Some(body)).await;
@@ -311,8 +306,7 @@ async fn killed_while_it_hands_out_a_spare() {
         }
         world.clear().await;
     }
-    world.server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
-    world.settle().await;
+    world.server.turn_pool_off().await;
     world.end().await;
 }
 
@@ -333,8 +327,7 @@ async fn killed_while_it_removes_what_has_expired() {
     // The shortest life there is.
     tokio::time::sleep(Duration::from_secs(61)).await;
     for step in EXPIRE {
-        world.arm(step, &[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
-        world.come_back(step).await;
+        world.die_alone(step, ("WORKSPACE_SWEEP_EVERY_SECONDS", "1")).await;
     }
     world.server.terminate();
     world.server.start_again_with(&[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
@@ -357,8 +350,7 @@ async fn killed_while_it_stops_what_is_idle() {
     let path = format!("{WORKSPACES}/{id}");
     for step in STOP_IDLE {
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
-        world.arm(step, &[("WORKSPACE_IDLE_STOP_SECONDS", "10")]).await;
-        world.come_back(step).await;
+        world.die_alone(step, ("WORKSPACE_IDLE_STOP_SECONDS", "10")).await;
         assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
     }
     world.end().await;

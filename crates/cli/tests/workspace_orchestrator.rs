@@ -5,26 +5,12 @@
 
 use std::time::{Duration, Instant};
 
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 const WORKSPACES: &str = "/api/v1/agent/workspaces";
 const POOL: &str = "/api/v1/agent/pool";
-
-async fn until_pool_has(server: &TestServer, ready: u64) -> Value {
-    let begun = Instant::now();
-    loop {
-        let pool = server.request("GET", POOL, None).await.ok();
-        let shapes = pool["shapes"].as_array().unwrap();
-        let sum = |key: &str| shapes.iter().map(|shape| shape[key].as_u64().unwrap()).sum::<u64>();
-        if sum("ready") == ready && sum("filling") == 0 && pool["leaving"] == 0 {
-            return pool;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(60), "{pool}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
 
 async fn provider(server: &TestServer, name: &str) -> Value {
     let listed = server.request("GET", &format!("{WORKSPACES}/providers"), None).await.ok();
@@ -113,13 +99,12 @@ async fn warm_pool_uses_default_provider() {
     // Docker is allowed too, but it is not what a request would get.
     let settings = [("WORKSPACE_WARM_POOL_SIZE", "1"), ("EMERGENT_ALLOW_DOCKER", "true")];
     let server = TestServer::start_with(BINARY, &settings).await;
-    let pool = until_pool_has(&server, 1).await;
+    let pool = server.wait_for_pool(1).await;
     assert_eq!(pool["shapes"][0]["provider"], "gvisor");
     let made = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
     assert_eq!((&made["provider"], &made["placement"]["warm_hit"]), (&json!("gvisor"), &json!(true)));
     server.destroy(made["id"].as_str().unwrap()).await;
-    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
-    until_pool_has(&server, 0).await;
+    server.turn_pool_off().await;
     server.stop();
 }
 
@@ -131,7 +116,7 @@ async fn warm_pool_container_matches_request() {
         { "size": 1, "provider": "docker", "network": "isolated", "resource_limits": { "memory": "1G" } },
     ] });
     server.request("PUT", POOL, Some(shapes)).await.ok();
-    until_pool_has(&server, 2).await;
+    server.wait_for_pool(2).await;
     let small = json!({ "provider": "docker", "network": "isolated", "resource_limits": { "memory": "1G" } });
     let made = server.request("POST", WORKSPACES, Some(small)).await.ok();
     assert_eq!(
@@ -139,10 +124,47 @@ async fn warm_pool_container_matches_request() {
         (&json!(true), &json!("1G"))
     );
     server.destroy(made["id"].as_str().unwrap()).await;
-    // A spare of an image that has changed since is never handed out.
-    until_pool_has(&server, 2).await;
-    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
-    until_pool_has(&server, 0).await;
+    server.turn_pool_off().await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_spare_of_an_image_that_has_changed_since_is_never_handed_out() {
+    let server = TestServer::start(BINARY).await;
+    // The janitor removes this name.
+    let image = format!("emergent-test:{}", server.installation());
+    run("docker", &["tag", "emergent/workspace:latest", &image]);
+    let request = json!({ "provider": "docker", "network": "isolated", "image": image });
+    let shapes =
+        json!({ "shapes": [{ "size": 1, "provider": "docker", "network": "isolated", "image": image }] });
+    server.request("PUT", POOL, Some(shapes)).await.ok();
+    server.wait_for_pool(1).await;
+    // Another image under the same name.
+    let name = format!("emergent-test-{}", server.installation());
+    let label = format!("emergent.installation={}", server.installation());
+    run("docker", &["create", "--name", &name, "--label", &label, "emergent/workspace:latest", "true"]);
+    run("docker", &["commit", "--change", "ENV CHANGED=yes", &name, &image]);
+    run("docker", &["rm", &name]);
+    let made = server.request("POST", WORKSPACES, Some(request.clone())).await.ok();
+    assert_eq!(made["placement"]["warm_hit"], false);
+    assert!(server.log().contains("no spare fits reason=\"stale_image\""), "{}", server.log());
+    let id = made["id"].as_str().unwrap();
+    assert_eq!(server.bash(id, "echo $CHANGED").await, "yes\n");
+    server.destroy(id).await;
+    // The pool has a new one by and by.
+    let begun = Instant::now();
+    loop {
+        server.wait_for_pool(1).await;
+        let made = server.request("POST", WORKSPACES, Some(request.clone())).await.ok();
+        let id = made["id"].as_str().unwrap();
+        assert_eq!(server.bash(id, "echo $CHANGED").await, "yes\n", "{made}");
+        server.destroy(id).await;
+        if made["placement"]["warm_hit"] == true {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(60), "the stale spare is not replaced");
+    }
+    server.turn_pool_off().await;
     server.stop();
 }
 
@@ -151,13 +173,12 @@ async fn warm_pool_miss_triggers_cold_start_with_correct_provider() {
     let server = TestServer::start(BINARY).await;
     let shapes = json!({ "shapes": [{ "size": 1, "provider": "docker", "network": "isolated" }] });
     server.request("PUT", POOL, Some(shapes)).await.ok();
-    until_pool_has(&server, 1).await;
+    server.wait_for_pool(1).await;
     // What the request would get is gVisor: a plain container is not good enough, however warm.
     let made = server.request("POST", WORKSPACES, Some(json!({ "network": "isolated" }))).await.ok();
     assert_eq!((&made["provider"], &made["placement"]["warm_hit"]), (&json!("gvisor"), &json!(false)));
     assert!(server.log().contains("no spare fits reason=\"other_provider\""), "{}", server.log());
     server.destroy(made["id"].as_str().unwrap()).await;
-    server.request("PUT", POOL, Some(json!({ "shapes": [] }))).await.ok();
-    until_pool_has(&server, 0).await;
+    server.turn_pool_off().await;
     server.stop();
 }

@@ -1,4 +1,4 @@
-//! What happens, told to whoever listens; and logged.
+//! What happens, told to whoever listens.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

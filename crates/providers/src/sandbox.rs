@@ -36,8 +36,6 @@ pub struct SandboxSpec {
 
 /// A sandbox that runs.
 pub struct Sandbox {
-    /// The provider's own name for it.
-    pub provider_workspace_id: String,
     /// The channel to its agent, configured.
     pub channel: GuestClient,
     /// How its disk limit is kept.
@@ -90,6 +88,9 @@ pub trait WorkspaceProvider: Send + Sync {
 
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
+
+    /// Its own name for the sandbox of a workspace, known before there is one.
+    fn sandbox_name(&self, id: WorkspaceId) -> String;
 
     /// Whether it works now.
     async fn health(&self) -> Health;

@@ -20,6 +20,7 @@ if [ -n "$id" ]; then
     [ -z "$volumes" ] || docker volume rm --force $volumes
     networks=$(docker network ls --quiet --filter "$label" 2>/dev/null)
     [ -z "$networks" ] || docker network rm $networks
+    docker rmi --force "emergent-test:$id"
     short=$(printf %s "$id" | tr -d - | tail -c 10)
     for tables in iptables ip6tables; do
         for parent in DOCKER-USER FORWARD; do $tables -w 5 -D $parent -i "em-$short" -j "em-$short-fwd"; done

@@ -3,5 +3,6 @@
 pub mod engine;
 pub mod git_server;
 pub mod internet;
+pub mod janitor;
 pub mod postgres;
 pub mod server;

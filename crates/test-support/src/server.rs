@@ -1,21 +1,20 @@
 //! A real `emergent serve` for one test.
 //!
-//! The server is a process of its own, so that a test can kill it. Whatever happens to the test, nothing is left: a
-//! small script (`janitor.sh`) waits for the end of a pipe that only the test process holds open, then kills the
-//! server and removes everything with its installation's label. [`TestServer::stop`] checks that there was nothing for
-//! it to do.
+//! The server is a process of its own, so that a test can kill it. Whatever happens to the test, nothing is left: see
+//! [`Janitor`]. [`TestServer::stop`] checks that there was nothing for it to do.
 //!
 //! Functions here panic on failure, as assertions in tests do.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-const JANITOR: &str = include_str!("janitor.sh");
+use crate::janitor::Janitor;
+
 /// A server that has not answered by then never will.
 const START_TIME: Duration = Duration::from_secs(60);
 
@@ -25,8 +24,7 @@ pub struct TestServer {
     environment: Vec<(String, String)>,
     data_dir: PathBuf,
     process: Child,
-    janitor: Child,
-    leash: Option<ChildStdin>,
+    janitor: Janitor,
     client: reqwest::Client,
     /// Where it listens.
     pub url: String,
@@ -76,16 +74,7 @@ impl TestServer {
         let directory = tempfile::Builder::new().prefix("emergent-test-").tempdir().expect("a directory");
         // From here on the janitor removes it.
         let data_dir = directory.keep();
-        let mut janitor = Command::new("bash")
-            .args(["-c", JANITOR, "emergent-test-janitor"])
-            .arg(&data_dir)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .process_group(0)
-            .spawn()
-            .expect("bash starts");
-        let leash = janitor.stdin.take();
+        let janitor = Janitor::of(&data_dir);
         let environment: Vec<_> =
             environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let process = spawn(Path::new(binary), &data_dir, &environment);
@@ -99,7 +88,6 @@ impl TestServer {
             data_dir,
             process,
             janitor,
-            leash,
             client,
             url: String::new(),
             token: String::new(),
@@ -161,10 +149,15 @@ impl TestServer {
 
     /// Starts it again with more variables, which are not kept for the next time.
     pub async fn start_again_with(&mut self, more: &[(&str, &str)]) {
+        self.start_again_unattended(more);
+        self.wait_until_ready().await;
+    }
+
+    /// The same, without waiting: it may not live long enough to be ready.
+    pub fn start_again_unattended(&mut self, more: &[(&str, &str)]) {
         let mut environment = self.environment.clone();
         environment.extend(more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
         self.process = spawn(&self.binary, &self.data_dir, &environment);
-        self.wait_until_ready().await;
     }
 
     /// Waits until the server has been killed, by whomever.
@@ -308,6 +301,31 @@ impl TestServer {
         answer["stdout"].as_str().expect("text").to_owned()
     }
 
+    /// Waits until so many spares are ready, and none is being made or removed; says how the pool stands then.
+    pub async fn wait_for_pool(&self, ready: u64) -> Value {
+        let begun = Instant::now();
+        loop {
+            let pool = self.request("GET", "/api/v1/agent/pool", None).await.ok();
+            let shapes = pool["shapes"].as_array().expect("shapes");
+            let sum = |key: &str| shapes.iter().filter_map(|shape| shape[key].as_u64()).sum::<u64>();
+            if sum("ready") == ready && sum("filling") == 0 && pool["leaving"] == 0 {
+                return pool;
+            }
+            assert!(
+                begun.elapsed() < START_TIME,
+                "the pool does not get {ready} spares: {pool}\n{}",
+                self.log()
+            );
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Turns the pool off and waits until its spares are gone.
+    pub async fn turn_pool_off(&self) {
+        self.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [] }))).await.ok();
+        self.wait_for_pool(0).await;
+    }
+
     /// Destroys a workspace.
     pub async fn destroy(&self, id: &str) {
         self.request("DELETE", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
@@ -339,11 +357,11 @@ impl Drop for TestServer {
             let start = (start..log.len()).find(|index| log.is_char_boundary(*index)).unwrap_or(0);
             eprintln!("--- the server's log ends with ---\n{}", log.split_off(start));
         }
-        // The end of the pipe is the janitor's signal; tests end only when it is done.
-        self.leash = None;
+        // Tests end only when the janitor is done.
+        self.janitor.call();
         let _ = self.process.kill();
         let _ = self.process.wait();
-        let _ = self.janitor.wait();
+        self.janitor.wait();
     }
 }
 

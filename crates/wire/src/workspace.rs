@@ -122,6 +122,17 @@ names!(
     }
 );
 
+impl From<ProviderName> for ProviderChoice {
+    fn from(name: ProviderName) -> Self {
+        match name {
+            ProviderName::Firecracker => Self::Firecracker,
+            ProviderName::Gvisor => Self::Gvisor,
+            ProviderName::E2b => Self::E2b,
+            ProviderName::Docker => Self::Docker,
+        }
+    }
+}
+
 impl ProviderChoice {
     /// The provider that was asked for, unless any will do.
     pub const fn explicit(self) -> Option<ProviderName> {

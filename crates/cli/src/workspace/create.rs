@@ -4,15 +4,12 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use clap::Args;
-use emergent_wire::workspace::{
-    CreateWorkspace, NetworkMode, ProviderChoice, RequestedLimits, SecurityLevel, Workspace,
-};
-use emergent_wire::{ByteSize, CpuCount};
+use emergent_wire::workspace::{CreateWorkspace, NetworkMode, ProviderChoice, SecurityLevel, Workspace};
 
 use super::view;
 use crate::client::Call;
 use crate::context::Context;
-use crate::values::{self, one_of};
+use crate::values::{self, LimitArgs, one_of};
 use crate::{output, progress};
 
 /// Create a workspace
@@ -33,15 +30,8 @@ pub(crate) struct CreateArgs {
     /// The image it starts from [default: emergent/workspace:latest]
     #[arg(long)]
     image: Option<String>,
-    /// CPUs, such as 2 or 0.5
-    #[arg(long, value_name = "COUNT")]
-    cpu: Option<CpuCount>,
-    /// Memory, such as 512M or 4G
-    #[arg(long, value_name = "SIZE")]
-    memory: Option<ByteSize>,
-    /// Disk space under /workspace, such as 10G
-    #[arg(long, value_name = "SIZE")]
-    disk: Option<ByteSize>,
+    #[command(flatten)]
+    limits: LimitArgs,
     /// What it can reach: the internet (nat), or nothing (isolated)
     #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
     network: Option<NetworkMode>,
@@ -73,13 +63,12 @@ pub(crate) struct CreateArgs {
 
 impl CreateArgs {
     fn request(&self) -> Result<CreateWorkspace> {
-        let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
         Ok(CreateWorkspace {
             repository_url: self.repo.clone(),
             branch: self.branch.clone(),
             provider: self.provider,
             security_level: self.security_level,
-            resource_limits: Some(limits).filter(|limits| *limits != RequestedLimits::default()),
+            resource_limits: self.limits.requested(),
             image: self.image.clone(),
             environment: values::environment(self.env_file.as_deref(), &self.env)?,
             network: self.network,
@@ -119,7 +108,7 @@ mod tests {
     #[test]
     fn flags_become_the_request() {
         let args = CreateArgs {
-            cpu: Some("0.5".parse().unwrap()),
+            limits: LimitArgs { cpu: Some("0.5".parse().unwrap()), ..LimitArgs::default() },
             env: vec![("A".into(), "1".into())],
             ttl: Some(std::time::Duration::from_secs(120)),
             no_warm: true,

@@ -27,7 +27,6 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
-
 use tokio::sync::OwnedMutexGuard;
 
 use super::live::Reached;
@@ -128,15 +127,9 @@ impl Workspaces {
             );
             return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
         }
-        let provider = match snapshot.provider {
-            ProviderName::Firecracker => ProviderChoice::Firecracker,
-            ProviderName::Gvisor => ProviderChoice::Gvisor,
-            ProviderName::E2b => ProviderChoice::E2b,
-            ProviderName::Docker => ProviderChoice::Docker,
-        };
         let wish = Wish {
             container_type: ContainerType::AgentWorkspace,
-            provider,
+            provider: snapshot.provider.into(),
             deployment: settings.deployment_mode,
             security: SecurityLevel::Standard,
         };
@@ -348,7 +341,7 @@ impl Workspaces {
         id: WorkspaceId,
         placement: &Placement,
     ) -> Result<Workspace, ErrorDetail> {
-        let name = format!("agent-workspace-{id}");
+        let name = provider.sandbox_name(id);
         self.store.set_placed(id, provider.name(), &name, placement).await.map_err(error_of)?;
         failpoint!("create.placed");
         let record = self.store.workspace_record(id).await.map_err(error_of)?;
@@ -401,22 +394,6 @@ impl Workspaces {
         }
         let _ = self.store.set_error(id, &error.message).await;
         error
-    }
-
-    /// Recovers from a server that ended while it made a workspace: nobody waits for it any more.
-    pub(super) async fn abandon_creation(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
-        let live = self.live(id);
-        let _changing = live.changing.lock().await;
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
-        if record.workspace.status == WorkspaceStatus::Creating {
-            if record.workspace.provider.is_some() {
-                self.provider_of(&record)?.destroy(id).await?;
-            }
-            self.store.delete_workspace(id).await.map_err(error_of)?;
-            tracing::info!(workspace = %id, "a workspace whose creation was interrupted was removed");
-        }
-        self.forget(id);
-        Ok(())
     }
 }
 

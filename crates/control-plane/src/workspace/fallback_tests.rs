@@ -20,6 +20,8 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
 
+use emergent_test_support::janitor::Janitor;
+
 use super::{HEALTH_EVERY, Workspaces};
 use crate::config::Settings;
 
@@ -60,6 +62,10 @@ impl WorkspaceProvider for Failing {
             disk_quota: DiskQuota::Enforced,
             startup_latency_ms: None,
         }
+    }
+
+    fn sandbox_name(&self, id: WorkspaceId) -> String {
+        id.to_string()
     }
 
     async fn health(&self) -> Health {
@@ -133,20 +139,24 @@ impl WorkspaceProvider for Failing {
 /// Workspaces on these providers, and on gVisor if wished.
 struct World {
     workspaces: Arc<Workspaces>,
-    _directory: tempfile::TempDir,
+    /// Also when the test fails, or is killed.
+    _janitor: Janitor,
 }
 
 impl World {
     async fn new(stand_ins: &[&Arc<Failing>], with_gvisor: bool) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(StoreConfig::Sqlite(directory.path().join("emergent.db"))).await.unwrap();
-        let key = SealingKey::load_or_create(&directory.path().join("key")).unwrap();
+        let directory = tempfile::Builder::new().prefix("emergent-test-").tempdir().unwrap().keep();
+        let janitor = Janitor::of(&directory);
+        let store = Store::open(StoreConfig::Sqlite(directory.join("emergent.db"))).await.unwrap();
+        let key = SealingKey::load_or_create(&directory.join("key")).unwrap();
+        let installation = store.installation_id().await.unwrap();
+        std::fs::write(directory.join("installation-id"), installation.to_string()).unwrap();
         let mut providers: Vec<SharedProvider> =
             stand_ins.iter().map(|one| Arc::clone(*one) as SharedProvider).collect();
         if with_gvisor {
             let options = ContainerOptions {
-                installation: store.installation_id().await.unwrap(),
-                data_dir: directory.path().to_owned(),
+                installation,
+                data_dir: directory,
                 docker_host: None,
                 nameservers: Vec::new(),
             };
@@ -154,11 +164,11 @@ impl World {
         }
         let workspaces = Workspaces::new(store, key, Settings::default(), providers);
         workspaces.check_health().await;
-        Self { workspaces, _directory: directory }
+        Self { workspaces, _janitor: janitor }
     }
 
     async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
-        // No network: these tests leave nothing that would have to be removed.
+        // No network: there is no server here that would remove it at its end.
         let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
         let creation = self.workspaces.begin_create(request, true).await?;
         self.workspaces.finish_create(creation).await

@@ -158,7 +158,12 @@ impl Workspaces {
         tracing::info!(?step, "recovering");
         metrics::counter!("emergent_recovery_steps_total").increment(1);
         match step {
-            Step::Abandon(id) => self.abandon_creation(id).await,
+            Step::Abandon(id) => {
+                use WorkspaceStatus::{Creating, Destroying};
+                // Written down first: a server that was only slow, and not dead, is then told so.
+                self.store.transition(id, &[Creating], Destroying).await.map_err(error_of)?;
+                self.finish_destroy(id).await
+            }
             Step::Stop(id) => {
                 use WorkspaceStatus::{Stopped, Stopping};
                 self.store.transition(id, &[Stopping, Stopped], Stopping).await.map_err(error_of)?;

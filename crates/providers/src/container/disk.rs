@@ -69,11 +69,12 @@ impl Disks {
         if !image.exists() {
             // A disk appears under its name only when it is whole.
             let unfinished = image.with_extension("new");
+            let copied = from.map(|snapshot| self.snapshot_image(snapshot));
             let made = self
-                .check_room()
-                .and_then(|()| match from {
+                .check_room(copied.as_deref())
+                .and_then(|()| match &copied {
                     None => format(&unfinished, size),
-                    Some(snapshot) => grow_copy(&self.snapshot_image(snapshot), &unfinished, size),
+                    Some(copied) => grow_copy(copied, &unfinished, size),
                 })
                 .and_then(|()| fs::rename(&unfinished, &image));
             if made.is_err() {
@@ -85,10 +86,16 @@ impl Disks {
         self.attach(id)
     }
 
-    fn check_room(&self) -> io::Result<()> {
+    /// Refuses a new disk, or a copy of one, that the host has no room for.
+    fn check_room(&self, copied: Option<&Path>) -> io::Result<()> {
         let free = rustix::fs::statvfs(&self.directory).map(|stat| stat.f_bavail * stat.f_frsize)?;
-        if free < HOST_RESERVE_BYTES {
-            let message = format!("only {} MiB are left on the host's disk", free >> 20);
+        let needed = copied.map(taken_bytes).transpose()?.unwrap_or(0);
+        if free < HOST_RESERVE_BYTES + needed {
+            let message = format!(
+                "only {} MiB are left on the host's disk, {} MiB are needed",
+                free >> 20,
+                (HOST_RESERVE_BYTES + needed) >> 20
+            );
             return Err(io::Error::new(io::ErrorKind::StorageFull, message));
         }
         Ok(())
@@ -100,7 +107,7 @@ impl Disks {
 
     /// Copies a workspace's disk, which nobody must be writing to. Gives the bytes that the copy takes.
     pub(crate) fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<u64> {
-        self.check_room()?;
+        self.check_room(Some(&self.image(id)))?;
         let image = self.snapshot_image(to);
         let unfinished = image.with_extension("new");
         let made = copy_sparse(&self.image(id), &unfinished)
@@ -110,7 +117,7 @@ impl Disks {
             let _ = fs::remove_file(&unfinished);
         }
         made?;
-        Ok(fs::metadata(&image)?.blocks() * 512)
+        taken_bytes(&image)
     }
 
     /// Removes a snapshot, or the part of it that there is.
@@ -158,6 +165,11 @@ impl Disks {
     pub(crate) fn list(&self) -> io::Result<Vec<WorkspaceId>> {
         ids_in(&self.directory)
     }
+}
+
+/// What a file takes on the disk, its holes left out.
+fn taken_bytes(path: &Path) -> io::Result<u64> {
+    Ok(fs::metadata(path)?.blocks() * 512)
 }
 
 /// The ids that files in a directory are named after.

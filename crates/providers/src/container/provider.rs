@@ -249,7 +249,7 @@ impl ContainerProvider {
 
     async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient) -> Sandbox {
         let warnings = self.warnings(spec).await;
-        Sandbox { provider_workspace_id: name_of(spec.id), channel, disk_quota: self.disk_quota(), warnings }
+        Sandbox { channel, disk_quota: self.disk_quota(), warnings }
     }
 
     /// What an error of the engine means for the caller.
@@ -346,6 +346,10 @@ impl WorkspaceProvider for ContainerProvider {
             disk_quota: self.disk_quota(),
             startup_latency_ms: self.typical_start_ms(),
         }
+    }
+
+    fn sandbox_name(&self, id: WorkspaceId) -> String {
+        name_of(id)
     }
 
     async fn health(&self) -> Health {

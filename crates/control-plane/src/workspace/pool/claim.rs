@@ -32,6 +32,8 @@ pub(crate) enum Miss {
     OtherShape,
     /// Spares of an older image wait.
     StaleImage,
+    /// The image that the spares are of can't be looked up.
+    NoImage,
     /// Others were faster.
     Taken,
 }
@@ -44,6 +46,7 @@ impl Miss {
             Miss::OtherProvider => "other_provider",
             Miss::OtherShape => "other_shape",
             Miss::StaleImage => "stale_image",
+            Miss::NoImage => "no_image",
             Miss::Taken => "taken",
         }
     }
@@ -69,13 +72,13 @@ impl Workspaces {
         let digest = match provider.image_digest(&shape.image).await {
             Ok(digest) => digest,
             // The cold start will say what is wrong.
-            Err(_) => return Ok(Err(Miss::StaleImage)),
+            Err(_) => return Ok(Err(Miss::NoImage)),
         };
         let mut miss = Miss::Taken;
         while let Some(open) = self.take_open(shape, &digest, &mut miss) {
             let claim = Claim {
                 spare: open.spare.id,
-                provider_workspace_id: format!("agent-workspace-{}", open.spare.id),
+                provider_workspace_id: provider.sandbox_name(open.spare.id),
                 placement: Placement { warm_hit: true, ..placement.clone() },
             };
             let mut row = new(open.spare.id);
