@@ -17,8 +17,10 @@ use crate::{family, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
 const RESERVE_BYTES: u64 = 48 << 20;
-/// And this part of all the memory.
+/// And this part of all the memory; a larger one of a small memory, which is gone sooner than the guard may wake.
 const RESERVE_PART: u64 = 32;
+const RESERVE_PART_OF_SMALL: u64 = 8;
+const SMALL_PART_AT_MOST: u64 = 128 << 20;
 /// No process fills memory faster than this, even while the guard waits for a CPU.
 const FILL_RATE_BYTES_PER_MS: u64 = 6 << 20;
 /// How long a killed process may take to give its memory back.
@@ -56,7 +58,8 @@ impl MemoryGuard {
         loop {
             let seen = agent.activity.count();
             let Some(memory) = procfs::memory() else { return };
-            let reserve = RESERVE_BYTES + memory.total / RESERVE_PART;
+            let of_small = (memory.total / RESERVE_PART_OF_SMALL).min(SMALL_PART_AT_MOST);
+            let reserve = RESERVE_BYTES + of_small.max(memory.total / RESERVE_PART);
             self.tight.store(memory.available < reserve * 2, Ordering::Relaxed);
             if memory.available < reserve {
                 self.kill_largest(memory);
