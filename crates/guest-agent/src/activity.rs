@@ -3,7 +3,6 @@
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::agent::Agent;
-use crate::procfs;
 
 /// How many commands have begun.
 #[derive(Default)]
@@ -17,7 +16,7 @@ impl Activity {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A command begins.
+    /// A command has begun: its process must exist, or a guard that looks just then goes back to sleep for good.
     pub(crate) fn begin(&self) {
         *self.lock() += 1;
         self.changed.notify_all();
@@ -30,7 +29,7 @@ impl Activity {
 
     /// Waits until a command has begun since `seen`, if nothing runs now. False when something runs.
     pub(crate) fn wait_if_idle(&self, agent: &Agent, seen: u64) -> bool {
-        if procfs::process_ids().count() > 1 + agent.waiting_processes() {
+        if agent.processes().next().is_some() {
             return false;
         }
         let mut begun = self.lock();

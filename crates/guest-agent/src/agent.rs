@@ -95,9 +95,12 @@ impl Agent {
         Context { workspace_dir: WORKSPACE_DIR.into(), confined_to: (!roots.is_empty()).then_some(roots) }
     }
 
-    /// Processes that were started ahead and that nobody asked for yet.
-    pub(crate) fn waiting_processes(&self) -> usize {
-        self.shells.waiting() + self.searches.waiting()
+    /// The ids of all processes but this one and those that were started ahead and wait for something to do.
+    pub(crate) fn processes(&self) -> impl Iterator<Item = i32> {
+        let mut idle = self.shells.waiting();
+        idle.extend(self.searches.waiting());
+        idle.push(std::process::id().cast_signed());
+        procfs::process_ids().filter(move |pid| !idle.contains(pid))
     }
 
     /// The variables a command sees: the image's, what every process expects, the workspace's.

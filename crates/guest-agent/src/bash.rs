@@ -58,8 +58,9 @@ pub(crate) fn run(
 /// Starts the command of a request in its directory.
 pub(crate) fn start(agent: &Arc<Agent>, request: &BashRequest) -> Result<Started, ErrorDetail> {
     let directory = directory_of(request)?;
+    let started = agent.shells.start(agent, &request.command, &directory, &request.environment)?;
     agent.activity.begin();
-    agent.shells.start(agent, &request.command, &directory, &request.environment)
+    Ok(started)
 }
 
 fn directory_of(request: &BashRequest) -> Result<PathBuf, ErrorDetail> {

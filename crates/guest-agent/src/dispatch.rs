@@ -103,14 +103,13 @@ fn usage(agent: &Agent) -> UsageAnswer {
         Some(limit) => (agent.disk.used(), limit),
         None => disk::file_system(),
     };
-    let waiting = agent.waiting_processes();
     UsageAnswer {
         disk_used_bytes: used,
         disk_total_bytes: total,
         memory_used_bytes: memory.total.saturating_sub(memory.available),
         memory_total_bytes: memory.total,
         agent_rss_bytes: procfs::own_resident_bytes(),
-        processes: procfs::process_ids().count().saturating_sub(1 + waiting) as u64,
+        processes: agent.processes().count() as u64,
         running_operations: agent.operations.count() as u64,
         cpu_time_ms: procfs::cpu_time_ms(),
     }

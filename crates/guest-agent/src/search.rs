@@ -48,9 +48,9 @@ impl Searches {
         self.lock().take();
     }
 
-    /// How many processes wait.
-    pub(crate) fn waiting(&self) -> usize {
-        usize::from(self.lock().as_ref().is_some_and(|started| started.exit.ended().is_none()))
+    /// The process that waits.
+    pub(crate) fn waiting(&self) -> Option<i32> {
+        self.lock().as_ref().filter(|started| started.exit.ended().is_none()).map(|started| started.pid)
     }
 }
 
@@ -66,7 +66,6 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Resul
     let request =
         SearchRequest { workspace_dir: context.workspace_dir, confined_to: context.confined_to, search };
     let message = to_message(&request).map_err(|error| failed(&error))?;
-    agent.activity.begin();
     if let Some(waiting) = agent.searches.take()
         && let Some(reply) = ask(agent, call, waiting, &message)?
     {
@@ -85,6 +84,7 @@ fn ask(
     mut started: Started,
     message: &[u8],
 ) -> Result<Option<SearchReply>, ErrorDetail> {
+    agent.activity.begin();
     let oom = OomCheck::begin(&agent.memory);
     // A request is at most as long as a pattern and a path, but that may be more than a pipe holds: the program reads
     // all of it before it answers, so this can't wait for ever.

@@ -172,9 +172,10 @@ impl Shells {
         self.closed.store(false, Ordering::SeqCst);
     }
 
-    /// How many shells wait: processes that nobody asked for.
-    pub(crate) fn waiting(&self) -> usize {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).len()
+    /// The shells that wait: processes that nobody asked for.
+    pub(crate) fn waiting(&self) -> Vec<i32> {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.iter().filter(|shell| shell.exit.ended().is_none()).map(|shell| shell.pid).collect()
     }
 
     fn program(&self, agent: &Agent) -> Option<Program> {

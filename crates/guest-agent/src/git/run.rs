@@ -85,7 +85,6 @@ impl Git {
             "protocol.ext.allow=never",
         ];
         let all: Vec<&str> = options.iter().chain(arguments).copied().collect();
-        self.agent.activity.begin();
         let started = command::start(
             &self.agent.reaper,
             &self.program,
@@ -97,6 +96,7 @@ impl Git {
         .map_err(|error| {
             ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
         })?;
+        self.agent.activity.begin();
         let wake =
             self.call.wake().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
         let mut captured = Captured::default();
