@@ -58,10 +58,12 @@ unit: ## … the tests (ARGS='-E test(edit)' for some of them)
 	@scripts/phase doctest cargo test --workspace --doc --locked --quiet
 
 ##@ Measure it
-.PHONY: bench
+.PHONY: bench load
 bench: setup build ## The promises of SPECIFICATION.md as ratios, measured here and now
 	@cargo run --release --locked -p xtask -- bench $(ARGS)
 
+load: setup build ## 50 workspaces at once, from create to destroy; says what is left (ARGS='--help')
+	@cargo run --release --locked -p xtask -- load $(ARGS)
 
 ##@ Make parts of it
 .PHONY: setup setup-test build openapi clean help

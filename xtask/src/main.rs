@@ -1,6 +1,7 @@
-//! Tasks of the project: `cargo run -p xtask -- openapi`, `cargo run --release -p xtask -- bench`.
+//! Tasks of the project: `cargo run -p xtask -- openapi`, `cargo run --release -p xtask -- bench`, `… -- load`.
 
 mod bench;
+mod load;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -22,12 +23,15 @@ enum Task {
     Openapi,
     /// Measure the promises of SPECIFICATION.md as ratios, here and now
     Bench(bench::Options),
+    /// Create, use and destroy many workspaces at once; say how long it took and what is left
+    Load(load::Options),
 }
 
 fn main() -> Result<ExitCode> {
     match Arguments::parse().task {
         Task::Openapi => write_openapi().map(|()| ExitCode::SUCCESS),
         Task::Bench(options) => bench::run(&options),
+        Task::Load(options) => load::run(&options),
     }
 }
 

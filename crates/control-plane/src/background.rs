@@ -65,6 +65,7 @@ async fn recover(workspaces: Arc<Workspaces>, app: App) {
         tokio::select! {
             _ = ticks.tick() => {}
             () = workspaces.health.back.notified() => {}
+            () = workspaces.servers.died.notified() => {}
         }
         workspaces.recover().await;
         if !app.ready.swap(true, Ordering::Relaxed) {

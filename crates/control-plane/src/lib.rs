@@ -17,6 +17,7 @@ mod docs_page;
 mod events;
 mod http;
 mod server;
+mod storage;
 mod tls;
 mod workspace;
 

@@ -33,6 +33,7 @@ use crate::audit::Audit;
 use crate::background;
 use crate::config::Settings;
 use crate::http::{self, App};
+use crate::storage::{self, StorageError};
 use crate::tls;
 use crate::workspace::Workspaces;
 
@@ -70,6 +71,9 @@ pub enum ServeError {
     /// The key that secrets are sealed with can't be used.
     #[error("the encryption key can't be used: {}", chain(.0))]
     Key(#[from] SealError),
+    /// There is no place for the disks of workspaces.
+    #[error("{0}")]
+    Storage(String),
     /// A provider can't be set up.
     #[error("a provider can't be set up: {0}")]
     Provider(#[from] ProviderError),
@@ -109,17 +113,21 @@ pub async fn serve(
     let data_dir = prepare_data_dir(&settings.data_dir)?;
     let tls = tls::acceptor(&settings.tls).map_err(ServeError::Tls)?;
     let store = open_store(&settings, &data_dir).await?;
+    let storage = storage::directory(&store, &data_dir).await.map_err(|error| match error {
+        StorageError::Store(error) => error.into(),
+        other => ServeError::Storage(other.to_string()),
+    })?;
     let key = match &settings.encryption_key {
         Some(key) => SealingKey::from_hex(key.expose_secret())?,
-        None => SealingKey::load_or_create(&data_dir.join("encryption-key"))?,
+        None => SealingKey::load_or_create(&storage.join("encryption-key"))?,
     };
     store.check_key(&key).await?;
     let installation = store.installation_id().await?;
     // For operators: everything this server makes outside its database carries this id as a label.
     write_private(&data_dir.join("installation-id"), &installation.to_string())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
-    let first_start = ensure_admin_token(&store, &data_dir).await?;
-    let providers = providers(&settings, &data_dir, installation)?;
+    let first_start = ensure_admin_token(&store, &data_dir, &storage).await?;
+    let providers = providers(&settings, &storage, installation)?;
     let audit = Audit::start(store.clone());
     let workspaces = Workspaces::new(store.clone(), key, settings.clone(), providers);
     let app = App::new(Arc::clone(&workspaces), audit.clone(), metrics_handle());
@@ -151,17 +159,35 @@ pub async fn serve(
     background.shutdown().await;
     workspaces.write_uses().await;
     audit.flush().await;
+    retire(&workspaces, &store).await;
+    // Another server in this directory may have written its own by now.
+    let url_file = data_dir.join("server-url");
+    if std::fs::read_to_string(&url_file).is_ok_and(|url| url == running.url) {
+        let _ = std::fs::remove_file(url_file);
+    }
+    store.close().await;
+    Ok(())
+}
+
+/// Takes leave of the other servers; the last one removes networks and rules that nothing needs.
+async fn retire(workspaces: &Workspaces, store: &Store) {
+    let others = match store.forget_server(store.server()).await {
+        Ok(()) => store.servers().await,
+        Err(error) => Err(error),
+    };
+    match others {
+        Ok(others) if others.is_empty() => {}
+        Ok(_) => return,
+        Err(error) => {
+            tracing::warn!(%error, "the other servers could not be told that this one ends");
+            return;
+        }
+    }
     for provider in workspaces.providers() {
         if let Err(error) = provider.retire().await {
             tracing::warn!(provider = %provider.name(), %error, "networks and rules could not be removed");
         }
     }
-    let _ = std::fs::remove_file(data_dir.join("server-url"));
-    if let Err(error) = store.forget_server(store.server()).await {
-        tracing::warn!(%error, "the other servers could not be told that this one ends");
-    }
-    store.close().await;
-    Ok(())
 }
 
 fn prepare_data_dir(path: &Path) -> Result<PathBuf, ServeError> {
@@ -179,8 +205,15 @@ async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, Store
 }
 
 /// Makes the first admin token and keeps it where the command line finds it. True when it was made now.
-async fn ensure_admin_token(store: &Store, data_dir: &Path) -> Result<bool, ServeError> {
+async fn ensure_admin_token(store: &Store, data_dir: &Path, storage: &Path) -> Result<bool, ServeError> {
     let path = data_dir.join("admin-token");
+    let failed = |source| ServeError::DataDir { path: data_dir.to_owned(), source };
+    if !path.exists()
+        && let Ok(secret) = std::fs::read_to_string(storage.join("admin-token"))
+    {
+        // Another server of this machine and database has made it.
+        write_private(&path, &secret).map_err(failed)?;
+    }
     if let Ok(secret) = std::fs::read_to_string(&path)
         && store.verify_token(secret.trim(), Utc::now()).await.is_ok()
     {
@@ -196,14 +229,13 @@ async fn ensure_admin_token(store: &Store, data_dir: &Path) -> Result<bool, Serv
     }
     let request = CreateToken { name: FIRST_TOKEN.to_owned(), workspace_id: None, ttl_seconds: None };
     let created = store.create_token(&request, Utc::now()).await?;
-    write_private(&path, &created.secret)
-        .map_err(|source| ServeError::DataDir { path: data_dir.to_owned(), source })?;
+    write_private(&path, &created.secret).map_err(failed)?;
     store.put_setting("first_token_made", "yes").await?;
     Ok(true)
 }
 
 /// Writes a file that only its owner can read, as a whole or not at all.
-fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
+pub(crate) fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     let temporary = path.with_extension(format!("new-{}", std::process::id()));
     let mut file =
         std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;

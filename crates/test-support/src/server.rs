@@ -183,6 +183,14 @@ impl TestServer {
         assert!(left.is_empty(), "left behind: {left:#?}\n{}", self.log());
     }
 
+    /// Stops the server while another on the same database goes on; that one must find nothing changed.
+    #[track_caller]
+    pub fn stop_beside(&mut self, other: &Self) {
+        let before = other.leftovers();
+        self.terminate();
+        assert_eq!(other.leftovers(), before, "{}", self.log());
+    }
+
     /// The server's process.
     pub fn pid(&self) -> u32 {
         self.process.id()

@@ -12,11 +12,11 @@
 //! its janitor removes everything with the installation's label, which the containers of the baseline carry too.
 
 mod docker;
-mod report;
-mod rows;
-mod session;
-mod stats;
-mod table;
+pub(crate) mod report;
+pub(crate) mod rows;
+pub(crate) mod session;
+pub(crate) mod stats;
+pub(crate) mod table;
 mod turns;
 
 use std::io::Write;

@@ -23,7 +23,7 @@ impl Unit {
         }
     }
 
-    fn show(self, value: f64) -> String {
+    pub(crate) fn show(self, value: f64) -> String {
         let decimals = if value < 10.0 { 2 } else { usize::from(value < 1000.0) };
         format!("{value:.decimals$} {}", self.as_str())
     }
@@ -49,6 +49,8 @@ pub(crate) enum Promise {
     Below(f64),
     /// Our median is at most this.
     AtMost(f64),
+    /// All but one in a hundred of ours are less than this.
+    P99Below(f64),
     /// The ratio should be at least this; nothing is missed when it is not.
     Wish(f64),
 }
@@ -99,6 +101,7 @@ impl Row {
             Promise::AtMostTimes(most) => Some(ratio <= most),
             Promise::Below(limit) => Some(self.ours.p50 < limit),
             Promise::AtMost(most) => Some(self.ours.p50 <= most),
+            Promise::P99Below(limit) => Some(self.ours.p99 < limit),
             Promise::Wish(_) => None,
         });
         kept.reduce(|all, one| all && one)
@@ -110,6 +113,9 @@ impl Row {
             Promise::AtMostTimes(most) => format!("≤ {most} ×"),
             Promise::Below(limit) => format!("< {limit} {}", self.unit.as_str()),
             Promise::AtMost(most) => format!("≤ {most} {}", self.unit.as_str()),
+            Promise::P99Below(limit) => {
+                format!("p99 < {limit} {} (is {})", self.unit.as_str(), self.unit.show(self.ours.p99))
+            }
             Promise::Wish(least) => format!("wish ≥ {least} ×"),
         });
         texts.collect::<Vec<_>>().join(", ")

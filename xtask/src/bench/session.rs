@@ -37,19 +37,24 @@ pub(crate) fn target_dir() -> Result<PathBuf> {
     Ok(directory.to_owned())
 }
 
+/// The server's program: `EMERGENT_BIN`, or the release build beside this one.
+pub(crate) fn release_binary() -> Result<String> {
+    let binary = match std::env::var_os("EMERGENT_BIN") {
+        Some(path) => PathBuf::from(path),
+        None => target_dir()?.join("release/emergent"),
+    };
+    ensure!(
+        binary.is_file(),
+        "there is no {}: `make bench` builds it, or cargo build --release -p emergent",
+        binary.display()
+    );
+    Ok(binary.to_string_lossy().into_owned())
+}
+
 impl Session {
-    /// Starts the server: `EMERGENT_BIN`, or the release build beside this program.
+    /// Starts the server.
     pub(crate) async fn start(quick: bool) -> Result<Self> {
-        let binary = match std::env::var_os("EMERGENT_BIN") {
-            Some(path) => PathBuf::from(path),
-            None => target_dir()?.join("release/emergent"),
-        };
-        ensure!(
-            binary.is_file(),
-            "there is no {}: `make bench` builds it, or cargo build --release -p emergent",
-            binary.display()
-        );
-        let server = TestServer::start(&binary.to_string_lossy()).await;
+        let server = TestServer::start(&release_binary()?).await;
         let client = reqwest::Client::builder().pool_max_idle_per_host(1).no_proxy().build()?;
         Ok(Self { server, client, begun: Instant::now(), quick })
     }
@@ -76,17 +81,9 @@ impl Session {
         format!("emergent.installation={}", self.server.installation())
     }
 
-    /// The server's process: the one that has the data directory as an argument, and is not its janitor.
-    pub(crate) fn server_pid(&self) -> Result<u32> {
-        let data_dir = self.server.data_dir().to_string_lossy().into_owned();
-        let mut pids = std::fs::read_dir("/proc")?
-            .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
-            .filter(|pid| {
-                let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-                let arguments: Vec<&str> = line.split('\0').collect();
-                arguments.get(1) == Some(&"serve") && arguments.contains(&data_dir.as_str())
-            });
-        pids.next().context("the server's process was not found")
+    /// The server's process.
+    pub(crate) fn server_pid(&self) -> u32 {
+        self.server.pid()
     }
 
     /// A request; returns how long it took until all of the answer was there, and the answer.
@@ -114,11 +111,34 @@ impl Session {
         Ok((took, serde_json::from_slice(&bytes).unwrap_or(Value::Null)))
     }
 
+    /// Makes the pool hold this many spares of gVisor.
+    pub(crate) async fn set_pool(&self, size: usize) -> Result<()> {
+        let body = json!({ "shapes": [{ "size": size, "provider": "gvisor" }] });
+        self.request(Method::PUT, "/api/v1/agent/pool", Some(&body)).await?;
+        self.wait_for_pool(size).await;
+        Ok(())
+    }
+
+    /// Waits until this many spares are ready and no more are made.
+    pub(crate) async fn wait_for_pool(&self, size: usize) {
+        self.server.wait_for_pool(size as u64).await;
+    }
+
     /// Creates a workspace without a warm start; returns how long it took.
     pub(crate) async fn create(&self, provider: &str) -> Result<(Duration, Workspace)> {
-        let body = json!({ "provider": provider, "warm_start": false });
-        let (took, created) = self.request(Method::POST, "/api/v1/agent/workspaces", Some(&body)).await?;
+        self.create_of(&json!({ "provider": provider, "warm_start": false })).await
+    }
+
+    /// Creates a workspace from the pool; returns how long it took.
+    pub(crate) async fn claim(&self) -> Result<(Duration, Workspace)> {
+        self.create_of(&json!({ "provider": "gvisor" })).await
+    }
+
+    async fn create_of(&self, body: &Value) -> Result<(Duration, Workspace)> {
+        let (took, created) = self.request(Method::POST, "/api/v1/agent/workspaces", Some(body)).await?;
         ensure!(created["status"] == "ready", "the new workspace is not ready: {created}");
+        let is_warm = body["warm_start"] != false;
+        ensure!(created["placement"]["warm_hit"] == is_warm, "not as asked for: {created}");
         let id = created["id"].as_str().context("the new workspace has no id")?.to_owned();
         Ok((took, Workspace { id }))
     }

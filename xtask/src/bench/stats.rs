@@ -9,6 +9,7 @@ use serde::Serialize;
 pub(crate) struct Summary {
     pub(crate) p50: f64,
     pub(crate) p95: f64,
+    pub(crate) p99: f64,
     pub(crate) min: f64,
     pub(crate) max: f64,
     pub(crate) samples: usize,
@@ -26,6 +27,7 @@ impl Summary {
         Some(Self {
             p50: percentile(&samples, 50)?,
             p95: percentile(&samples, 95)?,
+            p99: percentile(&samples, 99)?,
             min: *samples.first()?,
             max: *samples.last()?,
             samples: samples.len(),
@@ -60,7 +62,8 @@ mod tests {
 
     #[test]
     fn one_sample_is_every_percentile() {
-        assert_eq!(summary(&[7.0]), Summary { p50: 7.0, p95: 7.0, min: 7.0, max: 7.0, samples: 1 });
+        let one = Summary { p50: 7.0, p95: 7.0, p99: 7.0, min: 7.0, max: 7.0, samples: 1 };
+        assert_eq!(summary(&[7.0]), one);
     }
 
     #[test]
@@ -79,7 +82,7 @@ mod tests {
         let mut samples: Vec<f64> = (1..=100).map(f64::from).collect();
         samples[99] = 9999.0;
         let summary = summary(&samples);
-        assert_eq!((summary.p50, summary.p95, summary.max), (50.5, 95.0, 9999.0));
+        assert_eq!((summary.p50, summary.p95, summary.p99, summary.max), (50.5, 95.0, 99.0, 9999.0));
     }
 
     #[test]

@@ -103,6 +103,7 @@ impl Workspaces {
     /// Makes this server the one that changes a workspace, unless another is at it.
     async fn take_over(&self, record: &WorkspaceRecord) -> Result<(), ErrorDetail> {
         let id = record.workspace.id;
+        self.servers.look_for([record.owner], &self.store).await.map_err(error_of)?;
         let is_free = record.owner.is_none_or(|owner| !self.servers.is_alive(owner));
         if is_free && self.store.take_over(id, record.owner).await.map_err(error_of)? {
             return Ok(());

@@ -119,6 +119,8 @@ impl Workspaces {
     async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>), ErrorDetail> {
         let spares = self.store.spares().await.map_err(error_of)?;
         let records = self.store.workspaces_in(WorkspaceStatus::ALL).await.map_err(error_of)?;
+        let owners = records.iter().map(|record| record.owner);
+        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
         let rows = records.iter().map(|record| {
             let id = record.workspace.id;
             let in_progress = self.is_changing(id) || !self.is_mine_to_change(record.owner);
@@ -135,6 +137,8 @@ impl Workspaces {
         copies: &HashMap<ProviderName, Vec<SnapshotId>>,
     ) -> Result<(), ErrorDetail> {
         let records = self.store.all_snapshots().await.map_err(error_of)?;
+        let owners = records.iter().map(|record| record.owner);
+        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
         for record in &records {
             let is_begun = record.snapshot.status != SnapshotStatus::Ready;
             let in_progress =

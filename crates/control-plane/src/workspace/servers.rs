@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use emergent_store::{Store, StoreError};
 use emergent_wire::id::ServerId;
+use tokio::sync::Notify;
 
 /// How often a server counts.
 pub(crate) const BEAT_EVERY: Duration = Duration::from_secs(4);
@@ -20,6 +21,8 @@ const DEAD_AFTER: Duration = Duration::from_secs(20);
 #[derive(Default)]
 pub(crate) struct Servers {
     seen: Mutex<HashMap<ServerId, Seen>>,
+    /// Another server was found dead: what it had begun is to be finished.
+    pub(crate) died: Notify,
 }
 
 #[derive(Clone, Copy)]
@@ -40,11 +43,12 @@ impl Servers {
         for id in dead.into_iter().filter(|id| *id != store.server()) {
             tracing::warn!(server = %id, "another server on this database has ended without a word");
             store.forget_server(id).await?;
+            self.died.notify_one();
         }
         Ok(())
     }
 
-    /// Takes down what was read; gives those that are dead.
+    /// Takes down what was read; forgets and gives those that are dead.
     fn note(&self, beats: &[(ServerId, u64)], now: Instant) -> Vec<ServerId> {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.retain(|id, _| beats.iter().any(|(known, _)| known == id));
@@ -55,7 +59,18 @@ impl Servers {
             }
         }
         let is_dead = |seen: &Seen| now.duration_since(seen.since) >= DEAD_AFTER;
-        seen.iter().filter(|(_, seen)| is_dead(seen)).map(|(id, _)| *id).collect()
+        seen.extract_if(|_, seen| is_dead(seen)).map(|(id, _)| id).collect()
+    }
+
+    /// Looks again if a row names a server that is not known. To be called between reading rows and asking whether their
+    /// owners are alive: a server shows itself before it owns anything, so one that is still not known then is gone.
+    pub(crate) async fn look_for(
+        &self,
+        owners: impl IntoIterator<Item = Option<ServerId>>,
+        store: &Store,
+    ) -> Result<(), StoreError> {
+        let is_new = |owner: ServerId| owner != store.server() && !self.is_alive(owner);
+        if owners.into_iter().flatten().any(is_new) { self.look(store).await } else { Ok(()) }
     }
 
     /// Whether another server works on what it owns.
@@ -78,8 +93,8 @@ mod tests {
         assert_eq!(servers.note(&[(a, 2), (b, 1)], at(10)), []);
         assert_eq!(servers.note(&[(a, 3), (b, 1)], at(20)), [b]);
         assert!(servers.is_alive(a));
-        assert_eq!(servers.note(&[(a, 3)], at(25)), []);
         assert!(!servers.is_alive(b));
+        assert_eq!(servers.note(&[(a, 3)], at(25)), []);
         // It was only slow: it counts again.
         assert_eq!(servers.note(&[(a, 3), (b, 2)], at(30)), []);
         assert!(servers.is_alive(b));

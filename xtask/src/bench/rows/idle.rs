@@ -17,7 +17,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
         workspaces.push(session.create("gvisor").await?.1);
     }
     let name = format!("server RSS, {WORKSPACES} idle workspaces");
-    let server = resident(&std::fs::read_to_string(format!("/proc/{}/status", session.server_pid()?))?)?;
+    let server = resident(&std::fs::read_to_string(format!("/proc/{}/status", session.server_pid()))?)?;
     rows.push(agents("guest agent RSS, gVisor, new", &workspaces, &[Promise::AtMost(4.0)])?);
     for workspace in &workspaces {
         use_it(session, workspace).await?;
@@ -63,7 +63,7 @@ async fn use_it(session: &Session, workspace: &Workspace) -> Result<()> {
 }
 
 /// VmRSS of a `/proc/PID/status`, in MiB.
-fn resident(status: &str) -> Result<f64> {
+pub(crate) fn resident(status: &str) -> Result<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).context("no VmRSS")?;
     let kibibytes: f64 = line.trim().trim_end_matches("kB").trim().parse().context("VmRSS")?;
     Ok(kibibytes / 1024.0)

@@ -4,7 +4,8 @@ mod bash;
 mod create;
 mod files;
 mod grep;
-mod idle;
+pub(crate) mod idle;
+mod warm;
 
 use std::fmt;
 
@@ -27,6 +28,8 @@ pub(crate) enum Topic {
     Edit,
     /// A workspace is created, against docker run
     Create,
+    /// A workspace is created from the warm pool, against one without
+    Warm,
     /// A large tree is searched, against rg
     Grep,
     /// What idle workspaces cost
@@ -54,6 +57,7 @@ impl Topic {
             Topic::Write => files::write(session).await,
             Topic::Edit => files::edit(session).await,
             Topic::Create => create::measure(session).await,
+            Topic::Warm => warm::measure(session).await,
             Topic::Grep => grep::measure(session).await,
             Topic::Idle => idle::measure(session).await,
         }

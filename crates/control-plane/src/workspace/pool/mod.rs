@@ -184,6 +184,8 @@ impl Workspaces {
         self.pool.is_on.store(is_on, Ordering::Relaxed);
         let wanted = self.wanted(&target).await;
         let spares = self.store.spares().await.map_err(error_of)?;
+        let owners = spares.iter().map(|spare| spare.owner);
+        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
         self.forget_spares(&spares);
         let dead = self.adopt_spares(&spares).await;
         let steps = {

@@ -1,0 +1,168 @@
+//! Two servers on one PostgreSQL: either can do everything with every workspace, they share the work, and when one ends
+//! (or is killed) the other goes on.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use emergent_test_support::postgres::TestPostgres;
+use emergent_test_support::server::TestServer;
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+/// Two servers with a directory each, and the same database.
+async fn pair(settings: &[(&str, &str)]) -> (TestServer, TestServer) {
+    let database = TestPostgres::shared().fresh_database();
+    let mut all = vec![("DATABASE_URL", database.as_str()), ("EMERGENT_ALLOW_DOCKER", "true")];
+    all.extend(settings);
+    (TestServer::start_with(BINARY, &all).await, TestServer::start_with(BINARY, &all).await)
+}
+
+async fn status(server: &TestServer, id: &str) -> Value {
+    server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["status"].clone()
+}
+
+async fn post(server: &TestServer, path: &str, body: Value) -> Value {
+    server.request("POST", &format!("{WORKSPACES}/{path}"), Some(body)).await.ok()
+}
+
+async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so().await {
+        assert!(begun.elapsed() < Duration::from_secs(90), "in vain: {what}");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+}
+
+#[tokio::test]
+async fn either_server_does_everything_with_a_workspace_of_the_other() {
+    let (mut one, two) = pair(&[]).await;
+    assert_eq!(one.installation(), two.installation());
+    let id = one.create(json!({ "environment": { "SECRET": "hush" } })).await;
+    one.bash(&id, "echo of one > file").await;
+    assert_eq!(two.bash(&id, "cat file; echo $SECRET; echo of two > file").await, "of one\nhush\n");
+    assert_eq!(one.bash(&id, "cat file").await, "of two\n");
+    // A command in the background is everybody's.
+    let begun =
+        one.tool(&id, "bash", json!({ "command": "sleep 1; echo done", "background": true })).await.ok();
+    let operation = format!("{WORKSPACES}/{id}/operations/{}", begun["operation_id"].as_str().unwrap());
+    until("the operation ends", async || {
+        two.request("GET", &operation, None).await.ok()["status"] == "exited"
+    })
+    .await;
+    // One stops, the other resumes: the disk is the same.
+    post(&two, &format!("{id}/stop"), json!({})).await;
+    assert_eq!(status(&one, &id).await, "stopped");
+    assert_eq!(one.tool(&id, "bash", json!({ "command": "true" })).await.error(409), "wrong_state");
+    post(&one, &format!("{id}/resume"), json!({})).await;
+    assert_eq!(two.bash(&id, "cat file").await, "of two\n");
+    // One copies, the other makes a workspace of it.
+    let snapshot = post(&one, &format!("{id}/snapshot"), json!({})).await;
+    let copy = post(&two, "from-snapshot", json!({ "snapshot_id": snapshot["id"] })).await;
+    let copy = copy["id"].as_str().unwrap();
+    assert_eq!(one.bash(copy, "cat file").await, "of two\n");
+    let snapshots = format!("{WORKSPACES}/snapshots");
+    two.request("DELETE", &format!("{snapshots}/{}", snapshot["id"].as_str().unwrap()), None).await.ok();
+    two.destroy(&id).await;
+    one.destroy(copy).await;
+    assert_eq!(one.request("GET", &format!("{WORKSPACES}/{id}"), None).await.status, 404);
+    assert_eq!(one.tool(&id, "bash", json!({ "command": "true" })).await.status, 404);
+    one.stop_beside(&two);
+    two.stop();
+}
+
+#[tokio::test]
+async fn both_servers_together_keep_to_the_limit_and_to_the_size_of_the_pool() {
+    let (mut one, two) = pair(&[("WORKSPACE_MAX_CONCURRENT", "6")]).await;
+    let shape = json!({ "provider": "docker", "size": 3 });
+    one.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
+    one.wait_for_pool(3).await;
+    two.wait_for_pool(3).await;
+    let both = [&one, &two, &one, &two, &one, &two, &one, &two, &one, &two];
+    let creates =
+        both.map(|server| server.request("POST", WORKSPACES, Some(json!({ "provider": "docker" }))));
+    let answers = join_all(creates).await;
+    let (made, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(|answer| answer.status == 201);
+    assert_eq!((made.len(), refused.len()), (6, 4), "{made:?} {refused:?}");
+    assert!(refused.iter().all(|answer| answer.status == 429), "{refused:?}");
+    let ids: BTreeSet<&str> = made.iter().map(|answer| answer.body["id"].as_str().unwrap()).collect();
+    assert_eq!(ids.len(), 6);
+    assert!(made.iter().any(|answer| answer.body["placement"]["warm_hit"] == true), "{made:?}");
+    // Each has a sandbox of its own, which knows nothing of the others.
+    for id in &ids {
+        assert_eq!(two.bash(id, "cat mark 2>/dev/null; echo $$ > mark").await, "");
+    }
+    two.wait_for_pool(3).await;
+    for id in ids {
+        one.destroy(id).await;
+    }
+    two.turn_pool_off().await;
+    one.stop_beside(&two);
+    two.stop();
+}
+
+#[tokio::test]
+async fn what_one_server_is_busy_with_the_other_does_not_stop() {
+    let (mut one, two) = pair(&[("WORKSPACE_IDLE_STOP_SECONDS", "10")]).await;
+    let id = one.create(json!({})).await;
+    let idle = one.create(json!({})).await;
+    let command = json!({ "command": "sleep 45; echo done", "timeout_ms": 60_000 });
+    let busy = one.tool(&id, "bash", command);
+    let (answer, ()) =
+        tokio::join!(busy, until("the idle one is stopped", async || status(&two, &idle).await == "stopped"));
+    assert_eq!(answer.ok()["stdout"], "done\n");
+    until("it is stopped when it is idle", async || status(&two, &id).await == "stopped").await;
+    for id in [id, idle] {
+        two.destroy(&id).await;
+    }
+    one.stop_beside(&two);
+    two.stop();
+}
+
+#[tokio::test]
+async fn what_a_killed_server_had_begun_the_other_ends() {
+    let (mut one, two) = pair(&[]).await;
+    let kept = one.create(json!({})).await;
+    one.bash(&kept, "echo kept > file").await;
+    for step in ["create.sandbox_made", "destroy.row_written", "stop.row_written"] {
+        let victim = if step.starts_with("create") { None } else { Some(one.create(json!({})).await) };
+        one.terminate();
+        one.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
+        match (&victim, step) {
+            (None, _) => one.request_in_vain("POST", WORKSPACES, Some(json!({}))).await,
+            (Some(id), "stop.row_written") => {
+                one.request_in_vain("POST", &format!("{WORKSPACES}/{id}/stop"), Some(json!({}))).await;
+            }
+            (Some(id), _) => one.request_in_vain("DELETE", &format!("{WORKSPACES}/{id}"), None).await,
+        }
+        one.wait_until_killed();
+        // The other sees that it counts no more, and does not wait for it.
+        until(&format!("{step}: nothing is in between"), async || {
+            let listed = two.request("GET", WORKSPACES, None).await.ok();
+            let all = listed["workspaces"].as_array().unwrap().clone();
+            all.iter().all(|one| matches!(one["status"].as_str().unwrap(), "ready" | "stopped"))
+        })
+        .await;
+        if let (Some(id), "stop.row_written") = (&victim, step) {
+            assert_eq!(status(&two, id).await, "stopped");
+            two.destroy(id).await;
+        }
+        let listed = two.request("GET", WORKSPACES, None).await.ok();
+        for workspace in listed["workspaces"].as_array().unwrap() {
+            let id = workspace["id"].as_str().unwrap();
+            if id != kept {
+                two.bash(id, "true").await;
+                two.destroy(id).await;
+            }
+        }
+        assert_eq!(two.bash(&kept, "cat file").await, "kept\n", "{step}");
+        one.start_again().await;
+    }
+    two.destroy(&kept).await;
+    one.stop_beside(&two);
+    two.stop();
+}
