@@ -25,6 +25,7 @@ util-linux nsenter
 iproute2 ip
 openssl openssl
 procps pgrep
+e2fsprogs chattr
 '
 
 # missing_commands TABLE: packages whose command is not there.
@@ -50,6 +51,8 @@ missing_apparmor() {
 
 has_postgresql() { have postgres || compgen -G '/usr/lib/postgresql/*/bin/postgres' >/dev/null; }
 
+has_faketime() { compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null; }
+
 has_http_backend() { have git && [ -x "$(git --exec-path)/git-http-backend" ]; }
 
 # missing_packages GOAL, sorted, without duplicates. Reads the engine's state (engine.sh).
@@ -68,6 +71,7 @@ missing_packages() {
             missing_commands "$test_commands"
             has_postgresql || echo postgresql
             has_http_backend || echo git
+            has_faketime || echo libfaketime
         fi
     } | sort -u
 }

@@ -179,7 +179,11 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
     let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
     assert!(seen["metadata"]["last_restart"]["reason"].is_string(), "{seen}");
-    // Container and volume are removed: the files are gone, and that is said.
+    // Container and volume are removed: the volume only names the disk, which is still there.
+    run("docker", &["rm", "--force", &name]);
+    run("docker", &["volume", "rm", &name]);
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    // The disk is removed with them: the files are gone, and that is said.
     run("docker", &["rm", "--force", &name]);
     run("docker", &["volume", "rm", &name]);
     for entry in std::fs::read_dir(server.data_dir().join("disks")).unwrap() {

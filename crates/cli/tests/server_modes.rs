@@ -288,3 +288,56 @@ async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wa
     server.destroy(&id).await;
     server.stop();
 }
+
+#[tokio::test]
+async fn workspaces_that_are_turned_off_answer_404_and_keep_what_they_have() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "ttl_seconds": 60 })).await;
+    server.bash(&id, "echo kept > file").await;
+    server.terminate();
+    let off = [
+        ("ENABLE_AGENT_WORKSPACES", "false"),
+        ("WORKSPACE_SWEEP_EVERY_SECONDS", "1"),
+        ("WORKSPACE_WARM_POOL_SIZE", "1"),
+    ];
+    server.start_again_with(&off).await;
+    for (method, path) in [("GET", WORKSPACES.to_owned()), ("DELETE", format!("{WORKSPACES}/{id}"))] {
+        let answer = server.request(method, &path, None).await;
+        assert!(
+            answer.body["error"]["message"].as_str().unwrap().contains("ENABLE_AGENT_WORKSPACES"),
+            "{answer:?}"
+        );
+        assert_eq!(answer.error(404), "not_found");
+    }
+    server.request("GET", "/api/v1/tokens", None).await.ok();
+    server.terminate();
+    server.start_again().await;
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_provider_that_is_turned_off_is_not_used_and_its_workspaces_are_kept() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "gvisor" })).await;
+    server.bash(&id, "echo kept > file").await;
+    server.terminate();
+    server.start_again_with(&[("EMERGENT_GVISOR", "false")]).await;
+    let listed = server.request("GET", &format!("{WORKSPACES}/providers"), None).await.ok();
+    let gvisor = listed["providers"].as_array().unwrap().iter().find(|one| one["name"] == "gvisor").unwrap();
+    assert_eq!(gvisor["status"], "disabled", "{gvisor}");
+    let refused = server.request("POST", WORKSPACES, Some(json!({ "provider": "gvisor" }))).await;
+    assert_eq!(refused.error(503), "unavailable");
+    // Another provider takes what does not insist.
+    let other = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
+    assert_eq!(other["provider"], "docker", "{other}");
+    server.destroy(other["id"].as_str().unwrap()).await;
+    let answer = server.tool(&id, "bash", json!({ "command": "cat file" })).await;
+    assert_eq!(answer.error(503), "unavailable");
+    server.terminate();
+    server.start_again().await;
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    server.destroy(&id).await;
+    server.stop();
+}

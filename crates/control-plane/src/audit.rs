@@ -16,6 +16,8 @@ const QUEUED: usize = 4096;
 const BATCH: usize = 256;
 /// After a failure to write.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
+/// Failures in a row of which one is logged.
+const SAY_EVERY: u32 = 120;
 /// How long a call waits for its entry.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -69,10 +71,17 @@ async fn write(store: Store, mut queue: mpsc::Receiver<Item>) {
         let entries: Vec<AuditEntry> =
             items.iter_mut().filter_map(|item| item.entry.take()).map(|entry| *entry).collect();
         if !entries.is_empty() {
+            let mut failures = 0_u32;
             while let Err(error) = store.append_audits(entries.clone()).await {
-                tracing::error!(%error, entries = entries.len(), "the audit log can't be written; retrying");
+                if failures.is_multiple_of(SAY_EVERY) {
+                    tracing::error!(%error, entries = entries.len(), "the audit log can't be written; retrying");
+                }
+                failures += 1;
                 metrics::counter!("emergent_audit_failures_total").increment(1);
                 tokio::time::sleep(RETRY_AFTER).await;
+            }
+            if failures > 0 {
+                tracing::info!(failures, "the audit log is written again");
             }
         }
         for item in items.drain(..) {

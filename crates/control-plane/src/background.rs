@@ -14,17 +14,30 @@ use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep,
 /// Idle workspaces are looked for at least this often.
 const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
 
+/// Measured times are summed up this often: until then each is kept, whether or not anybody asks for metrics.
+const TIDY_METRICS_EVERY: Duration = Duration::from_secs(10);
+
 /// Starts everything.
 pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     let all = || Arc::clone(workspaces);
     let settings = &workspaces.settings.workspaces;
     tasks.spawn(watch_health(all()));
+    let metrics = app.metrics.clone();
+    tasks.spawn(each(TIDY_METRICS_EVERY, all(), move |_| {
+        metrics.run_upkeep();
+        std::future::ready(())
+    }));
     tasks.spawn(each(servers::BEAT_EVERY, all(), |all| async move {
         if let Err(error) = all.servers.look(&all.store).await {
             tracing::warn!(%error, "the other servers can't be looked at");
         }
     }));
+    if !settings.enabled {
+        // What there is stays as it is.
+        app.ready.store(true, Ordering::Relaxed);
+        return tasks;
+    }
     tasks.spawn(each(sweep::WRITE_USES_EVERY, all(), |all| async move { all.write_uses().await }));
     tasks.spawn(each(usage::LOOK_EVERY, all(), |all| async move { all.measure_all().await }));
     let sweep_every = Duration::from_secs(settings.sweep_every_seconds);
@@ -82,7 +95,7 @@ async fn maintain_pool(workspaces: Arc<Workspaces>, app: App) {
     loop {
         tokio::select! {
             _ = ticks.tick() => {}
-            () = workspaces.pool.changed.notified() => {}
+            () = workspaces.pool.changed.notified() => tokio::time::sleep(pool::AFTER_A_CLAIM).await,
         }
         if app.ready.load(Ordering::Relaxed) {
             workspaces.maintain_pool().await;

@@ -218,7 +218,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 17] = [
+const VARIABLES: [(&str, &str); 18] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -233,6 +233,7 @@ const VARIABLES: [(&str, &str); 17] = [
     ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
     ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
     ("WORKSPACE_WARM_POOL_SIZE", "pool.size"),
+    ("EMERGENT_GVISOR", "providers.gvisor"),
     ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
     ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),
     ("EMERGENT_TLS_KEY", "tls.key"),

@@ -5,7 +5,10 @@
 //! for the moment of an audit commit at most; reads have connections of their own and see the last commit (WAL). On PostgreSQL a [`Lock`] gives the few operations
 //! that must not run side by side the same order.
 
-use sqlx::{PgPool, SqlitePool};
+use sqlx::pool::PoolConnection;
+use sqlx::{PgPool, Sqlite, SqlitePool};
+
+use crate::error::{Result, StoreError};
 
 /// The pools of the engine in use.
 pub(crate) enum Db {
@@ -50,6 +53,15 @@ impl Lock {
     }
 }
 
+/// Lets a connection go on which the database failed: its transaction may be in any state, and SQLite goes on reading
+/// through one that it could only open for that. The next call gets a new one.
+pub(crate) fn keep_if_sound<T>(connection: &mut PoolConnection<Sqlite>, result: Result<T>) -> Result<T> {
+    if result.as_ref().is_err_and(StoreError::is_of_database) {
+        connection.close_on_drop();
+    }
+    result
+}
+
 /// Runs `$body` on a connection for reading.
 macro_rules! reading {
     ($db:expr, |$connection:ident| $body:expr) => {
@@ -74,8 +86,11 @@ macro_rules! writing {
         match $db {
             $crate::db::Db::Sqlite { write, .. } => {
                 let mut guard = write.acquire().await?;
-                let $connection = &mut *guard;
-                $body
+                let result = {
+                    let $connection = &mut *guard;
+                    async { $crate::error::Result::Ok($body) }.await
+                };
+                $crate::db::keep_if_sound(&mut guard, result)?
             }
             $crate::db::Db::Postgres(pool) => {
                 let mut guard = pool.acquire().await?;
@@ -94,8 +109,13 @@ macro_rules! in_transaction {
             $crate::db::Db::Sqlite { write, audit, .. } => {
                 let pool = if matches!(lock, $crate::db::Lock::Audit) { audit } else { write };
                 // IMMEDIATE: a transaction that reads first can't fail later for want of the write lock.
-                let transaction = pool.begin_with("BEGIN IMMEDIATE").await?;
-                $crate::db::finish!(transaction, |$connection| $body)
+                let mut guard = pool.acquire().await?;
+                let result = async {
+                    let transaction = sqlx::Connection::begin_with(&mut *guard, "BEGIN IMMEDIATE").await?;
+                    $crate::db::finish!(transaction, |$connection| $body)
+                }
+                .await;
+                $crate::db::keep_if_sound(&mut guard, result)
             }
             $crate::db::Db::Postgres(pool) => {
                 let mut transaction = pool.begin().await?;

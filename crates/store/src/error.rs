@@ -112,6 +112,9 @@ pub enum StoreError {
     /// The database can't be reached or is overloaded; the same call may succeed later.
     #[error("the database does not answer")]
     Unavailable(#[source] sqlx::Error),
+    /// The database can be read, if at all, but not written.
+    #[error("the database can't be written: it is read-only, or its disk is full")]
+    Unwritable(#[source] sqlx::Error),
     /// The database refused or failed.
     #[error("the database failed")]
     Database(#[source] sqlx::Error),
@@ -133,6 +136,11 @@ impl StoreError {
         move |source| Self::File { doing, path, source }
     }
 
+    /// Whether the database itself failed, and not what was asked of it.
+    pub(crate) fn is_of_database(&self) -> bool {
+        matches!(self, Self::Unavailable(_) | Self::Unwritable(_) | Self::Database(_))
+    }
+
     pub(crate) fn no_workspace(id: WorkspaceId) -> Self {
         Self::NotFound { kind: "workspace", id: id.to_string() }
     }
@@ -140,24 +148,52 @@ impl StoreError {
 
 impl From<sqlx::Error> for StoreError {
     fn from(error: sqlx::Error) -> Self {
-        if is_transient(&error) { Self::Unavailable(error) } else { Self::Database(error) }
+        use sqlx::Error as E;
+        match &error {
+            E::Io(_) | E::Tls(_) | E::PoolTimedOut | E::PoolClosed | E::WorkerCrashed => {
+                Self::Unavailable(error)
+            }
+            E::Database(detail) => {
+                let code = detail.code();
+                match Trouble::of(code.as_deref().unwrap_or_default()) {
+                    Trouble::Passing => Self::Unavailable(error),
+                    Trouble::Unwritable => Self::Unwritable(error),
+                    Trouble::Other => Self::Database(error),
+                }
+            }
+            _ => Self::Database(error),
+        }
     }
 }
 
-/// Whether the same call may succeed later without anybody changing it.
-fn is_transient(error: &sqlx::Error) -> bool {
-    use sqlx::Error as E;
-    match error {
-        E::Io(_) | E::Tls(_) | E::PoolTimedOut | E::PoolClosed | E::WorkerCrashed => true,
-        E::Database(error) => {
-            let code = error.code();
-            let code = code.as_deref().unwrap_or_default();
-            // PostgreSQL: connection, resources, operator intervention and time-outs, rolled back
-            // transactions, locks. (SQLite's codes are decimal: 5 busy, 6 locked.)
-            let class =
-                ["08", "53", "57", "40"].iter().any(|class| code.len() == 5 && code.starts_with(class));
-            class || matches!(code, "55P03" | "5" | "6")
+/// What a database's error code stands for.
+enum Trouble {
+    /// The same call may succeed later without anybody changing it.
+    Passing,
+    /// Somebody must make room, or the file writable.
+    Unwritable,
+    Other,
+}
+
+impl Trouble {
+    fn of(code: &str) -> Self {
+        // PostgreSQL's codes have five characters; SQLite's are decimal, with the kind in the lowest byte.
+        match code.parse::<u32>().ok().filter(|_| code.len() < 5).map(|code| code & 0xff) {
+            // Busy, locked.
+            Some(5 | 6) => return Trouble::Passing,
+            // Read-only, input or output failed, full, can't be opened.
+            Some(8 | 10 | 13 | 14) => return Trouble::Unwritable,
+            Some(_) => return Trouble::Other,
+            None => {}
         }
-        _ => false,
+        match code {
+            // Read-only transaction, disk full.
+            "25006" | "53100" => Trouble::Unwritable,
+            // A lock can't be had.
+            "55P03" => Trouble::Passing,
+            // Connection, resources, operator intervention and time-outs, rolled back transactions.
+            _ if ["08", "53", "57", "40"].iter().any(|class| code.starts_with(class)) => Trouble::Passing,
+            _ => Trouble::Other,
+        }
     }
 }

@@ -195,6 +195,11 @@ pub(crate) fn error_of(error: StoreError) -> ErrorDetail {
             tracing::warn!(error = %source, "the database does not answer");
             ErrorDetail::new(ErrorCode::Unavailable, format!("{text}: retry later"))
         }
+        StoreError::Unwritable(source) => {
+            tracing::error!(error = %source, "the database can't be written");
+            let advice = "nothing was changed; make it writable or free space, then retry";
+            ErrorDetail::new(ErrorCode::Unavailable, format!("{text}; {advice}"))
+        }
         other => {
             tracing::error!(error = &other as &dyn std::error::Error, "the store failed");
             ErrorDetail::new(ErrorCode::Internal, format!("{text}; the server's log has more"))

@@ -41,6 +41,8 @@ pub(crate) use claim::{Claimed, Miss};
 
 /// How often the pool is looked after when nothing happens.
 pub(crate) const MAINTAIN_EVERY: Duration = Duration::from_secs(15);
+/// Who has just got a spare has a first command: it comes before the next spare, whose start needs a CPU.
+pub(crate) const AFTER_A_CLAIM: Duration = Duration::from_millis(400);
 /// Spares that are made or removed at once.
 const AT_ONCE: usize = 2;
 /// After a failure nothing is made for this long; doubled with each further one …

@@ -1,0 +1,159 @@
+//! What an operator sees: use of CPU, memory and disk, alerts, events, a list that follows; and what is stopped because
+//! nobody uses it.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use emergent_test_support::server::TestServer;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+/// A command line that runs until it is dropped, and its lines.
+struct Following {
+    process: Child,
+    lines: Receiver<String>,
+}
+
+impl Following {
+    fn start(server: &TestServer, arguments: &[&str]) -> Self {
+        let mut process = Command::new(BINARY)
+            .args(arguments)
+            .env("EMERGENT_DATA_DIR", server.data_dir())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
+        Self { process, lines }
+    }
+
+    /// The next line with all of these texts in it.
+    fn until(&self, texts: &[&str]) -> String {
+        let deadline = Instant::now() + Duration::from_secs(90);
+        let mut others = Vec::new();
+        while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            if texts.iter().all(|text| line.contains(text)) {
+                return line;
+            }
+            others.push(line);
+        }
+        panic!("no line with {texts:?}, but {others:#?}");
+    }
+}
+
+impl Drop for Following {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+async fn metrics(server: &TestServer) -> String {
+    let request = server.client().get(format!("{}/metrics", server.url)).bearer_auth(&server.token);
+    request.send().await.unwrap().text().await.unwrap()
+}
+
+/// Events are told to those who listen: this waits until one does.
+async fn listen(server: &TestServer) -> Following {
+    let events = Following::start(server, &["events", "--json"]);
+    let begun = Instant::now();
+    loop {
+        let id = server.create(json!({ "provider": "docker" })).await;
+        server.destroy(&id).await;
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        if events.lines.try_iter().any(|line| line.contains(&id)) {
+            return events;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "no events come");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
+    let server = TestServer::start(BINARY).await;
+    let events = listen(&server).await;
+    let id = server.create(json!({ "resource_limits": { "disk": "64M", "memory": "512M" } })).await;
+    events.until(&["workspace.ready", &id]);
+    server.bash(&id, "head -c 48M /dev/zero > big").await;
+    let alert: Value = serde_json::from_str(&events.until(&["usage.high", &id])).unwrap();
+    assert!(alert["message"].as_str().unwrap().starts_with("disk is at"), "{alert}");
+    assert!(server.log().contains("a workspace is near its limit"), "{}", server.log());
+    let text = metrics(&server).await;
+    assert!(text.contains("emergent_usage_alerts_total{resource=\"disk\"} 1"), "{text}");
+    assert!(text.contains(&format!("emergent_workspace_disk_bytes{{workspace=\"{id}\"}} ")), "{text}");
+    let seen = server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok();
+    assert!(seen["usage"]["disk_bytes"].as_u64().unwrap() >= 48 << 20, "{seen}");
+    assert!(seen["usage"]["memory_bytes"].as_u64().unwrap() > 0, "{seen}");
+    server.bash(&id, "rm big").await;
+    events.until(&["usage.normal", &id]);
+    server.destroy(&id).await;
+    events.until(&["workspace.destroyed", &id]);
+    drop(events);
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_list_that_watches_follows_what_happens() {
+    let server = TestServer::start(BINARY).await;
+    let list = Following::start(&server, &["workspace", "list", "--watch"]);
+    let id = server.create(json!({ "provider": "docker" })).await;
+    list.until(&[&id, "ready"]);
+    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), Some(json!({}))).await.ok();
+    list.until(&[&id, "stopped"]);
+    server.destroy(&id).await;
+    drop(list);
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
+    let server = TestServer::start_with(
+        BINARY,
+        &[("EMERGENT_ALLOW_DOCKER", "true"), ("WORKSPACE_IDLE_STOP_SECONDS", "10")],
+    )
+    .await;
+    let events = listen(&server).await;
+    let idle = server.create(json!({})).await;
+    let with_background = server.create(json!({})).await;
+    let busy = server.create(json!({})).await;
+    server.bash(&idle, "echo kept > file").await;
+    let command = json!({ "command": "sleep 25; echo done", "background": true });
+    let operation = server.tool(&with_background, "bash", command).await.ok();
+    let running = server.tool(&busy, "bash", json!({ "command": "sleep 25; echo done" }));
+    let (answer, stopped) = tokio::join!(running, async {
+        tokio::task::block_in_place(|| events.until(&["workspace.idle", &idle]))
+    });
+    assert_eq!(answer.ok()["stdout"], "done\n", "after {stopped}");
+    let operation = operation["operation_id"].as_str().unwrap();
+    let path = format!("{WORKSPACES}/{with_background}/operations/{operation}");
+    let mut seen = server.request("GET", &path, None).await.ok();
+    while seen["status"] == "running" {
+        seen = server.request("GET", &path, None).await.ok();
+    }
+    assert_eq!(seen["stdout"], "done\n", "{seen}");
+    for id in [&busy, &with_background] {
+        let begun = Instant::now();
+        while server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["status"] != "stopped" {
+            assert!(begun.elapsed() < Duration::from_secs(60), "{id} is not stopped");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+    // Stopped, not gone.
+    server.request("POST", &format!("{WORKSPACES}/{idle}/resume"), Some(json!({}))).await.ok();
+    assert_eq!(server.bash(&idle, "cat file").await, "kept\n");
+    for id in [idle, busy, with_background] {
+        server.destroy(&id).await;
+    }
+    drop(events);
+    server.stop();
+}
