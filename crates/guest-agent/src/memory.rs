@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
-use crate::procfs::{self, Memory};
+use crate::procfs::{self, Memory, MemoryGauge};
 use crate::{family, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
@@ -25,6 +25,10 @@ const SMALL_PART_AT_MOST: u64 = 128 << 20;
 const FILL_RATE_BYTES_PER_MS: u64 = 6 << 20;
 /// How long a killed process may take to give its memory back.
 const RELEASE_TIME: Duration = Duration::from_secs(3);
+/// How often it is looked at meanwhile.
+const RELEASE_LOOK: Duration = Duration::from_millis(3);
+/// Memory that gets less by this much meanwhile is being taken by somebody else.
+const TAKEN_BYTES: u64 = 8 << 20;
 /// Victims that are remembered for their callers.
 const MAX_VICTIMS: usize = 64;
 
@@ -52,32 +56,35 @@ impl MemoryGuard {
 
     /// Watches for ever; returns at once where the kernel does this itself.
     pub(crate) fn run(&self, agent: &Agent) {
-        if kernel_guards() {
+        let Some(gauge) = (!kernel_guards()).then(MemoryGauge::open).flatten() else {
             return;
-        }
+        };
         loop {
             let seen = agent.activity.count();
-            let Some(memory) = procfs::memory() else { return };
-            let of_small = (memory.total / RESERVE_PART_OF_SMALL).min(SMALL_PART_AT_MOST);
-            let reserve = RESERVE_BYTES + of_small.max(memory.total / RESERVE_PART);
-            self.tight.store(memory.available < reserve * 2, Ordering::Relaxed);
+            let Some(memory) = gauge.read() else { return };
+            let reserve = reserve_of(memory);
             if memory.available < reserve {
-                self.kill_largest(memory);
+                // On a busy host every system call may take long, and choosing whom to kill takes many: meanwhile nobody
+                // may take more.
+                family::signal_all(libc::SIGSTOP);
+                let victim = self.kill_largest(memory);
+                family::signal_all(libc::SIGCONT);
+                wait_for_release(&gauge, victim);
             }
+            let is_tight = memory.available < reserve * 2;
+            self.tight.store(is_tight, Ordering::Relaxed);
             let spare = memory.available.saturating_sub(reserve);
-            let pause = (spare / FILL_RATE_BYTES_PER_MS).clamp(2, 500);
-            if !agent.activity.wait_if_idle(agent, seen) {
+            let pause = (spare / FILL_RATE_BYTES_PER_MS).clamp(1, 500);
+            if is_tight || !agent.activity.wait_if_idle(agent, seen) {
                 std::thread::sleep(Duration::from_millis(pause));
             }
         }
     }
 
-    /// Kills the process that uses the most memory, or the command whose many processes do, and waits until it is gone.
-    fn kill_largest(&self, memory: Memory) {
+    /// Kills the process that uses the most memory, or the command whose many processes do. Gives the one process.
+    fn kill_largest(&self, memory: Memory) -> Option<Pid> {
         let processes = procfs::processes();
-        let Some(largest) = processes.iter().max_by_key(|process| process.resident_bytes) else {
-            return;
-        };
+        let largest = processes.iter().max_by_key(|process| process.resident_bytes)?;
         let total = memory.total >> 20;
         let advice = "use less, or create the workspace with more memory";
         let family = family::largest(&processes).filter(|(_, bytes)| *bytes > largest.resident_bytes * 2);
@@ -89,7 +96,7 @@ impl MemoryGuard {
             self.remember(0, Some(tag.clone()), &note);
             log(&note);
             family::kill(&tag);
-            return;
+            return None;
         }
         let note = format!(
             "out of memory: {} (pid {}) used {} MiB of the workspace's {total} MiB and was killed; {advice}",
@@ -99,15 +106,9 @@ impl MemoryGuard {
         );
         self.remember(largest.session, family::tag_of(largest.pid), &note);
         log(&note);
-        let Some(pid) = Pid::from_raw(largest.pid) else {
-            return;
-        };
+        let pid = Pid::from_raw(largest.pid)?;
         let _ = rustix::process::kill_process(pid, Signal::KILL);
-        // What it used is free only when it is gone: until then the next largest must not pay for it.
-        let deadline = Instant::now() + RELEASE_TIME;
-        while Instant::now() < deadline && rustix::process::test_kill_process(pid).is_ok() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        Some(pid)
     }
 
     fn remember(&self, session: i32, tag: Option<String>, note: &str) {
@@ -117,6 +118,29 @@ impl MemoryGuard {
         if victims.len() > MAX_VICTIMS {
             victims.remove(0);
         }
+    }
+}
+
+/// What must stay free.
+fn reserve_of(memory: Memory) -> u64 {
+    let of_small = (memory.total / RESERVE_PART_OF_SMALL).min(SMALL_PART_AT_MOST);
+    RESERVE_BYTES + of_small.max(memory.total / RESERVE_PART)
+}
+
+/// What a killed process had used is free a moment after it is gone: until then the next largest must not pay for it,
+/// unless somebody goes on taking more.
+fn wait_for_release(gauge: &MemoryGauge, victim: Option<Pid>) {
+    let deadline = Instant::now() + RELEASE_TIME;
+    let mut most = 0;
+    while let Some(memory) = gauge.read() {
+        most = most.max(memory.available);
+        let is_gone = victim.is_none_or(|pid| rustix::process::test_kill_process(pid).is_err());
+        let is_free = is_gone && memory.available >= reserve_of(memory);
+        let is_taken = memory.available + TAKEN_BYTES < most;
+        if is_free || is_taken || Instant::now() >= deadline {
+            return;
+        }
+        std::thread::sleep(RELEASE_LOOK);
     }
 }
 
