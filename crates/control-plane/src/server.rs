@@ -171,13 +171,13 @@ pub async fn serve(
 
 /// Takes leave of the other servers; the last one removes networks and rules that nothing needs.
 async fn retire(workspaces: &Workspaces, store: &Store) {
-    let others = match store.forget_server(store.server()).await {
-        Ok(()) => store.servers().await,
+    let is_last = match store.forget_server(store.server()).await {
+        Ok(()) => workspaces.servers.is_last(store).await,
         Err(error) => Err(error),
     };
-    match others {
-        Ok(others) if others.is_empty() => {}
-        Ok(_) => return,
+    match is_last {
+        Ok(true) => {}
+        Ok(false) => return,
         Err(error) => {
             tracing::warn!(%error, "the other servers could not be told that this one ends");
             return;

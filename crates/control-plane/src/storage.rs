@@ -6,13 +6,12 @@
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use emergent_store::{Store, StoreError};
 use uuid::Uuid;
 
 use crate::server::write_private;
-use crate::workspace::servers::BEAT_EVERY;
+use crate::workspace::servers::another_works;
 
 /// Where the database says which directory it is.
 const SETTING: &str = "storage";
@@ -102,14 +101,4 @@ pub(crate) async fn directory(store: &Store, data_dir: &Path) -> Result<PathBuf,
     }
     store.put_setting(SETTING, &own.to_setting()).await?;
     Ok(own.path)
-}
-
-/// Whether another server counts while we look.
-async fn another_works(store: &Store) -> Result<bool, StoreError> {
-    let before = store.servers().await?;
-    if before.is_empty() {
-        return Ok(false);
-    }
-    tokio::time::sleep(BEAT_EVERY * 2 + Duration::from_secs(1)).await;
-    Ok(store.servers().await?.iter().any(|server| !before.contains(server)))
 }

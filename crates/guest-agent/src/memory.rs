@@ -1,9 +1,10 @@
 //! Out of memory: the offending process dies, the workspace lives, and the caller is told.
 //!
-//! On gVisor the host's kernel would kill the whole sandbox, so the agent acts first: a thread watches what is
-//! left and kills the largest process before nothing is. How often it looks depends on how soon the
-//! memory could be gone; while no command runs it does not look at all. Elsewhere the kernel kills a process
-//! by itself (commands volunteer for it), and its counters tell that it happened.
+//! On gVisor nobody does that for a single process, so the agent does: a thread watches what is left and kills the largest
+//! process before nothing is. How often it looks depends on how soon the memory could be gone; while no command runs it
+//! does not look at all. When it comes too late, the host ends a process of the sandbox if the provider could arrange
+//! that, else all of it. Elsewhere the kernel kills a process by itself (commands volunteer for it), and its counters tell
+//! that it happened.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -17,10 +18,8 @@ use crate::{family, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
 const RESERVE_BYTES: u64 = 48 << 20;
-/// And this part of all the memory; a larger one of a small memory, which is gone sooner than the guard may wake.
+/// And this part of all the memory.
 const RESERVE_PART: u64 = 32;
-const RESERVE_PART_OF_SMALL: u64 = 8;
-const SMALL_PART_AT_MOST: u64 = 128 << 20;
 /// No process fills memory faster than this, even while the guard waits for a CPU.
 const FILL_RATE_BYTES_PER_MS: u64 = 6 << 20;
 /// How long a killed process may take to give its memory back.
@@ -123,8 +122,7 @@ impl MemoryGuard {
 
 /// What must stay free.
 fn reserve_of(memory: Memory) -> u64 {
-    let of_small = (memory.total / RESERVE_PART_OF_SMALL).min(SMALL_PART_AT_MOST);
-    RESERVE_BYTES + of_small.max(memory.total / RESERVE_PART)
+    RESERVE_BYTES + memory.total / RESERVE_PART
 }
 
 /// What a killed process had used is free a moment after it is gone: until then the next largest must not pay for it,

@@ -134,6 +134,11 @@ pub trait WorkspaceProvider: Send + Sync {
     /// Why a sandbox ended, as far as the provider knows (`out of memory`, an exit code).
     async fn explain_end(&self, id: WorkspaceId) -> Option<String>;
 
+    /// How many processes of a sandbox something outside has ended for want of memory: what its agent can't know.
+    fn oom_kills(&self, _id: WorkspaceId) -> u64 {
+        0
+    }
+
     /// Everything there is that carries this installation's id.
     async fn list(&self) -> Result<Vec<Observed>, ProviderError>;
 

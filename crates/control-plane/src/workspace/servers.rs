@@ -29,6 +29,8 @@ pub(crate) struct Servers {
 struct Seen {
     beat: u64,
     since: Instant,
+    /// Whether it has counted while we looked.
+    has_counted: bool,
 }
 
 impl Servers {
@@ -53,9 +55,9 @@ impl Servers {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.retain(|id, _| beats.iter().any(|(known, _)| known == id));
         for (id, beat) in beats {
-            let entry = seen.entry(*id).or_insert(Seen { beat: *beat, since: now });
+            let entry = seen.entry(*id).or_insert(Seen { beat: *beat, since: now, has_counted: false });
             if entry.beat != *beat {
-                *entry = Seen { beat: *beat, since: now };
+                *entry = Seen { beat: *beat, since: now, has_counted: true };
             }
         }
         let is_dead = |seen: &Seen| now.duration_since(seen.since) >= DEAD_AFTER;
@@ -73,10 +75,33 @@ impl Servers {
         if owners.into_iter().flatten().any(is_new) { self.look(store).await } else { Ok(()) }
     }
 
+    /// Whether this server is the last one: no other has counted since it was seen first, nor does now.
+    pub(crate) async fn is_last(&self, store: &Store) -> Result<bool, StoreError> {
+        let others = store.servers().await?;
+        let has_counted = {
+            let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+            let counted = |(id, _): &&(ServerId, u64)| seen.get(id).is_some_and(|seen| seen.has_counted);
+            others.iter().filter(|(id, _)| *id != store.server()).any(|other| counted(&other))
+        };
+        Ok(!has_counted && !another_works(store).await?)
+    }
+
     /// Whether another server works on what it owns.
     pub(crate) fn is_alive(&self, id: ServerId) -> bool {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&id)
     }
+}
+
+/// Whether another server counts while we look, for as long as one that works needs to.
+pub(crate) async fn another_works(store: &Store) -> Result<bool, StoreError> {
+    let mut before = store.servers().await?;
+    before.retain(|(id, _)| *id != store.server());
+    if before.is_empty() {
+        return Ok(false);
+    }
+    tokio::time::sleep(BEAT_EVERY * 2 + Duration::from_secs(1)).await;
+    let after = store.servers().await?;
+    Ok(after.iter().any(|server| server.0 != store.server() && !before.contains(server)))
 }
 
 #[cfg(test)]

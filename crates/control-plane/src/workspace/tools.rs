@@ -25,6 +25,8 @@ use super::live::Busy;
 const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
 /// What a call may take beyond the command's own time: to be ended, and to be answered.
 const MARGIN: Duration = Duration::from_millis(TERMINATE_GRACE_MS + 15_000);
+/// What is told of a process that something outside the sandbox has ended.
+const OUT_OF_MEMORY: &str = "out of memory: a process of this workspace was killed; use less, or create the workspace with more memory";
 /// What an answer may hold besides the two streams at their limit: the note between head and tail.
 const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
 
@@ -120,8 +122,13 @@ impl Workspaces {
         let limit = time_of(&request);
         let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
         let ToolCall { call, to, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let kills_before = self.oom_kills(to);
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, limit, answer).await?;
+        if !answer.oom_killed && self.oom_kills(to) > kills_before {
+            answer.oom_killed = true;
+            answer.notes.push(OUT_OF_MEMORY.to_owned());
+        }
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
         if answer.oom_killed {
@@ -130,6 +137,10 @@ impl Workspaces {
             self.events.workspace(EventKind::OutOfMemory, id, "a command ran out of memory and was ended");
         }
         Ok(answer)
+    }
+
+    fn oom_kills(&self, to: Called) -> u64 {
+        self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
     }
 
     /// Runs a command and hands its output on as it comes.

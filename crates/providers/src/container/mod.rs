@@ -11,6 +11,7 @@ mod disk;
 mod engine;
 mod firewall;
 mod network;
+mod oom;
 mod provider;
 mod spec;
 mod stream;

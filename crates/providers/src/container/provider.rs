@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -20,6 +20,7 @@ use emergent_wire::{SnapshotId, WorkspaceId};
 use super::disk::Disks;
 use super::engine::{Engine, EngineError};
 use super::network::{Network, host_nameservers};
+use super::oom::{self, KillCounter};
 use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
 use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
@@ -72,6 +73,7 @@ pub struct ContainerProvider {
     network: Network,
     host_cpus: AtomicU32,
     starts: Mutex<VecDeque<Duration>>,
+    kill_counters: Mutex<HashMap<WorkspaceId, KillCounter>>,
 }
 
 impl ContainerProvider {
@@ -93,6 +95,7 @@ impl ContainerProvider {
             network: Network::new(options.installation, nameservers),
             host_cpus: AtomicU32::new(0),
             starts: Mutex::default(),
+            kill_counters: Mutex::default(),
         })
     }
 
@@ -232,7 +235,9 @@ impl ContainerProvider {
     }
 
     async fn greet(&self, spec: &SandboxSpec, attached: Attached) -> Result<GuestClient, ProviderError> {
-        let channel = match GuestClient::connect(attached.reader, attached.writer).await {
+        let connected = GuestClient::connect(attached.reader, attached.writer);
+        let (connected, pid) = tokio::join!(connected, self.pid_of(spec.id));
+        let channel = match connected {
             Ok(channel) => channel,
             Err(error) => {
                 let why = self.explain_end(spec.id).await.map(|end| format!("; {end}")).unwrap_or_default();
@@ -243,8 +248,33 @@ impl ContainerProvider {
             }
         };
         failpoint!("sandbox.greeted");
+        // Before the agent is told anything, so that no process but its own is made yet.
+        if let Some(pid) = pid {
+            self.prepare_for_oom(spec.id, pid);
+        }
         self.configure(spec, &channel).await?;
         Ok(channel)
+    }
+
+    /// gVisor's process of a sandbox.
+    async fn pid_of(&self, id: WorkspaceId) -> Option<i64> {
+        if self.runtime != Runtime::Gvisor {
+            return None;
+        }
+        self.engine.inspect(&name_of(id)).await.ok()?.state?.pid.filter(|pid| *pid > 0)
+    }
+
+    fn prepare_for_oom(&self, id: WorkspaceId, pid: i64) {
+        if let Err(error) = oom::prefer_commands(pid) {
+            tracing::debug!(workspace = %id, %error, "out of memory, the kernel may end the whole sandbox");
+        }
+        if let Some(counter) = KillCounter::of(pid) {
+            self.kill_counters().insert(id, counter);
+        }
+    }
+
+    fn kill_counters(&self) -> MutexGuard<'_, HashMap<WorkspaceId, KillCounter>> {
+        self.kill_counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient) -> Sandbox {
@@ -386,6 +416,7 @@ impl WorkspaceProvider for ContainerProvider {
     }
 
     async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        self.kill_counters().remove(&id);
         let name = name_of(id);
         self.engine
             .remove(&name)
@@ -558,6 +589,11 @@ impl WorkspaceProvider for ContainerProvider {
         }
         let error = state.error.filter(|error| !error.is_empty()).map(|error| format!(": {error}"));
         Some(format!("its container ended with code {code}{}", error.unwrap_or_default()))
+    }
+
+    fn oom_kills(&self, id: WorkspaceId) -> u64 {
+        let counter = self.kill_counters().get(&id).cloned();
+        counter.map_or(0, |counter| counter.read())
     }
 
     async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
