@@ -224,8 +224,19 @@ fn check_file_system(image: &Path) -> io::Result<()> {
     }
 }
 
-/// The loop device that a file is attached to.
+/// The loop device that a file is attached to. Found by the file itself: the path that a device shows is that of the
+/// server that attached it, and means nothing to one in another container.
 fn attached_device(image: &Path) -> io::Result<Option<PathBuf>> {
+    if !image.exists() {
+        return device_of_path(image);
+    }
+    let options = ["--noheadings", "--output", "NAME", "--associated"].map(OsStr::new);
+    let found = run("losetup", &[&options[..], &[image.as_os_str()]].concat())?;
+    Ok(found.lines().next().map(|line| PathBuf::from(line.trim())))
+}
+
+/// The loop device of a file that is gone.
+fn device_of_path(image: &Path) -> io::Result<Option<PathBuf>> {
     for entry in fs::read_dir("/sys/block")? {
         let entry = entry?;
         let name = entry.file_name();
