@@ -171,6 +171,62 @@ fn assert_host_would_end_a_command_first(id: &str) {
     assert!(of_children.iter().filter(|readiness| **readiness == 1000).count() > 1, "{of_children:?}");
 }
 
+/// Takes memory from a sandbox behind its agent's back, so that only the host's kernel notices when it runs out.
+fn take_memory_away(id: &str, bytes: u64) {
+    let pid = run("docker", &["inspect", "--format", "{{.State.Pid}}", &format!("agent-workspace-{id}")]);
+    let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", pid.trim())).unwrap();
+    let of = |controllers: &str| {
+        let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1).collect::<Vec<_>>());
+        lines.find(|fields| fields[0] == controllers).map(|fields| fields[1].to_owned())
+    };
+    let file = match of("memory") {
+        Some(path) => format!("/sys/fs/cgroup/memory{path}/memory.limit_in_bytes"),
+        None => format!("/sys/fs/cgroup{}/memory.max", of("").unwrap()),
+    };
+    std::fs::write(file, bytes.to_string()).unwrap();
+}
+
+#[tokio::test]
+async fn a_command_that_the_hosts_kernel_ended_for_memory_is_told_so_however_it_was_run() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "gvisor", "resource_limits": { "memory": "1G" } })).await;
+    server.bash(&id, "sleep 1000 >/dev/null 2>&1 &").await;
+    take_memory_away(&id, 256 << 20);
+    let path = format!("/api/v1/agent/workspaces/{id}");
+    let told = |answer: &Value| {
+        assert_eq!(answer["oom_killed"], true, "{answer}");
+        assert!(answer["notes"][0].as_str().unwrap().contains("out of memory"), "{answer}");
+    };
+    let eat = json!({ "command": "exec python3 -c 'x = bytearray(600 << 20)'" });
+    told(&server.tool(&id, "bash", eat.clone()).await.ok());
+    let streamed = server.events("POST", &format!("{path}/bash"), Some(eat.clone()), None).await;
+    told(&streamed.collect().await.last().unwrap().data);
+    let begin = async |command: &str| {
+        let started = server.tool(&id, "bash", json!({ "command": command, "background": true })).await.ok();
+        format!("{path}/operations/{}", started["operation_id"].as_str().unwrap())
+    };
+    let end = async |operation: &str| {
+        server.events("GET", operation, None, None).await.collect().await.pop().unwrap().data
+    };
+    let operation = begin(eat["command"].as_str().unwrap()).await;
+    told(&end(&operation).await);
+    told(&server.request("GET", &operation, None).await.ok());
+    // Those of which it can't be true are not told so: one that failed later, one that succeeded meanwhile.
+    let failed = end(&begin("exit 3").await).await;
+    assert_eq!((&failed["exit_code"], &failed["oom_killed"]), (&json!(3), &json!(false)), "{failed}");
+    let sound = begin("while [ ! -e go ]; do sleep 0.1; done").await;
+    told(&server.tool(&id, "bash", eat).await.ok());
+    server.bash(&id, "touch go").await;
+    let sound = end(&sound).await;
+    assert_eq!((&sound["exit_code"], &sound["oom_killed"]), (&json!(0), &json!(false)), "{sound}");
+    assert_eq!(server.bash(&id, "pgrep -c sleep").await, "1\n");
+    // Each was counted once.
+    let metrics = server.metrics().await;
+    assert!(metrics.contains("emergent_oom_kills_total 4"), "{metrics}");
+    server.destroy(&id).await;
+    server.stop();
+}
+
 #[tokio::test]
 async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
     let server = TestServer::start(BINARY).await;

@@ -95,6 +95,7 @@ async fn a_clock_that_is_stepped_neither_ends_workspaces_nor_keeps_them_for_ever
         // What has passed is not what the clock says.
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1"),
         ("WORKSPACE_SWEEP_EVERY_SECONDS", "1"),
+        ("WORKSPACE_IDLE_STOP_SECONDS", "10"),
     ];
     let server = TestServer::start_with(BINARY, &settings).await;
     let id = server.create(json!({ "ttl_seconds": 60 })).await;
@@ -105,11 +106,16 @@ async fn a_clock_that_is_stepped_neither_ends_workspaces_nor_keeps_them_for_ever
         let measured = seen["usage"]["measured_at"].as_str().unwrap()[..4].to_owned();
         let created = seen["created_at"].as_str().unwrap()[..4].to_owned();
         assert_ne!(measured, created, "{step}: {seen}");
-        // A second workspace comes and goes meanwhile, and some sweeps pass.
-        let other = server.create(json!({})).await;
-        tokio::time::sleep(std::time::Duration::from_secs(3)).await;
-        server.destroy(&other).await;
-        assert_eq!(server.bash(&id, "echo alive").await, "alive\n", "{step}");
+        // One that nobody uses is stopped, when its time has come, so sweeps pass; the one that is used lives.
+        let unused = server.create(json!({})).await;
+        let created = std::time::Instant::now();
+        while server.request("GET", &path(&unused), None).await.ok()["status"] != "stopped" {
+            assert!(created.elapsed().as_secs() < 60, "{step}: {unused} is not stopped");
+            assert_eq!(server.bash(&id, "echo alive").await, "alive\n", "{step}");
+            tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+        }
+        assert!(created.elapsed().as_secs() >= 8, "{step}: {unused} was stopped too early");
+        server.destroy(&unused).await;
     }
     // Unused it ends when its minute has passed, though the clock went back by more than a year.
     let begun = std::time::Instant::now();

@@ -58,11 +58,6 @@ impl Drop for Following {
     }
 }
 
-async fn metrics(server: &TestServer) -> String {
-    let request = server.client().get(format!("{}/metrics", server.url)).bearer_auth(&server.token);
-    request.send().await.unwrap().text().await.unwrap()
-}
-
 /// Events are told to those who listen: this waits until one does.
 async fn listen(server: &TestServer) -> Following {
     let events = Following::start(server, &["events", "--json"]);
@@ -88,7 +83,7 @@ async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
     let alert: Value = serde_json::from_str(&events.until(&["usage.high", &id])).unwrap();
     assert!(alert["message"].as_str().unwrap().starts_with("disk is at"), "{alert}");
     assert!(server.log().contains("a workspace is near its limit"), "{}", server.log());
-    let text = metrics(&server).await;
+    let text = server.metrics().await;
     assert!(text.contains("emergent_usage_alerts_total{resource=\"disk\"} 1"), "{text}");
     assert!(text.contains(&format!("emergent_workspace_disk_bytes{{workspace=\"{id}\"}} ")), "{text}");
     let seen = server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok();

@@ -290,10 +290,11 @@ async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wa
 }
 
 #[tokio::test]
-async fn workspaces_that_are_turned_off_answer_404_and_keep_what_they_have() {
+async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "ttl_seconds": 60 })).await;
     server.bash(&id, "echo kept > file").await;
+    let used = tokio::time::Instant::now();
     server.terminate();
     let off = [
         ("ENABLE_AGENT_WORKSPACES", "false"),
@@ -310,10 +311,18 @@ async fn workspaces_that_are_turned_off_answer_404_and_keep_what_they_have() {
         assert_eq!(answer.error(404), "not_found");
     }
     server.request("GET", "/api/v1/tokens", None).await.ok();
+    // Its time passes, and nothing is done about it; no spare is made either.
+    tokio::time::sleep_until(used + Duration::from_secs(63)).await;
+    let filter = format!("label=emergent.installation={}", server.installation());
+    let containers = run("docker", &["ps", "--filter", &filter, "--format", "{{.Names}}"]);
+    assert_eq!(containers.lines().collect::<Vec<_>>(), [format!("agent-workspace-{id}")]);
+    assert_eq!(run("docker", &["exec", containers.trim(), "cat", "/workspace/file"]), "kept\n");
     server.terminate();
-    server.start_again().await;
-    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
-    server.destroy(&id).await;
+    // Turned on again, it ends as it should have.
+    server.start_again_with(&[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
+    while server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.status != 404 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     server.stop();
 }
 

@@ -41,8 +41,7 @@ fn containers(server: &TestServer) -> BTreeSet<String> {
 
 /// A metric's value.
 async fn metric(server: &TestServer, name: &str) -> f64 {
-    let request = server.client().get(format!("{}/metrics", server.url)).bearer_auth(&server.token);
-    let text = request.send().await.unwrap().text().await.unwrap();
+    let text = server.metrics().await;
     let line = text.lines().find(|line| line.starts_with(name));
     line.and_then(|line| line.rsplit(' ').next()?.parse().ok()).unwrap_or(0.0)
 }

@@ -108,9 +108,9 @@ macro_rules! in_transaction {
         match $db {
             $crate::db::Db::Sqlite { write, audit, .. } => {
                 let pool = if matches!(lock, $crate::db::Lock::Audit) { audit } else { write };
-                // IMMEDIATE: a transaction that reads first can't fail later for want of the write lock.
                 let mut guard = pool.acquire().await?;
                 let result = async {
+                    // IMMEDIATE: a transaction that reads first can't fail later for want of the write lock.
                     let transaction = sqlx::Connection::begin_with(&mut *guard, "BEGIN IMMEDIATE").await?;
                     $crate::db::finish!(transaction, |$connection| $body)
                 }

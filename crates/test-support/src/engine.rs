@@ -2,11 +2,11 @@
 //! that does not work.
 
 use std::io::Write;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::keeper::Keeper;
 use crate::server::run;
 
 /// Starts and ends the engine as it is told to on its standard input, and removes everything when that ends.
@@ -40,8 +40,7 @@ rm -rf "$dir"
 /// A Docker engine of its own.
 pub struct TestEngine {
     directory: PathBuf,
-    keeper: Child,
-    leash: Option<ChildStdin>,
+    keeper: Keeper,
 }
 
 impl TestEngine {
@@ -50,17 +49,8 @@ impl TestEngine {
         let directory =
             tempfile::Builder::new().prefix("emergent-engine-").tempdir().expect("a directory").keep();
         std::fs::write(directory.join("daemon.json"), configuration).expect("a file");
-        let mut keeper = Command::new("bash")
-            .args(["-c", SCRIPT, "emergent-test-engine"])
-            .arg(&directory)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .process_group(0)
-            .spawn()
-            .expect("bash starts");
-        let leash = keeper.stdin.take();
-        let engine = Self { directory, keeper, leash };
+        let keeper = Keeper::start("emergent-test-engine", SCRIPT, &directory, Stdio::null());
+        let engine = Self { directory, keeper };
         engine.wait_until_it_answers();
         engine
     }
@@ -83,14 +73,9 @@ impl TestEngine {
         }
     }
 
-    fn order(&mut self, order: &str) {
-        let leash = self.leash.as_mut().expect("the engine's keeper listens");
-        writeln!(leash, "{order}").expect("the engine's keeper listens");
-    }
-
     /// Ends the engine with a signal (`TERM`, `KILL`).
     pub fn end(&mut self, signal: &str) {
-        self.order(signal);
+        self.keeper.tell(signal);
         while !self.directory.join("ended").exists() {
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -98,7 +83,7 @@ impl TestEngine {
 
     /// Starts it again.
     pub fn start_again(&mut self) {
-        self.order("start");
+        self.keeper.tell("start");
         self.wait_until_it_answers();
     }
 
@@ -121,12 +106,5 @@ impl TestEngine {
         // An archive of nothing: two empty blocks.
         child.stdin.take().expect("a pipe").write_all(&[0; 1024]).expect("docker reads");
         assert!(child.wait().expect("docker ends").success());
-    }
-}
-
-impl Drop for TestEngine {
-    fn drop(&mut self) {
-        self.leash = None;
-        let _ = self.keeper.wait();
     }
 }

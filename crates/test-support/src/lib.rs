@@ -4,5 +4,7 @@ pub mod engine;
 pub mod git_server;
 pub mod internet;
 pub mod janitor;
+mod keeper;
 pub mod postgres;
 pub mod server;
+pub mod sse;

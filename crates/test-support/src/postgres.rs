@@ -1,20 +1,20 @@
 //! A PostgreSQL cluster for one test process.
 //!
 //! It has its own directory, Unix socket and TCP port on the loopback address; each test takes a fresh database
-//! in it. Nothing is left afterwards, even when the test process is killed: the cluster belongs to a small shell
-//! script (`postgres.sh`) that waits for the end of its standard input, a pipe which only the test process
-//! holds open, then stops PostgreSQL and removes the directory.
+//! in it. Nothing is left afterwards, even when the test process is killed: the cluster belongs to a small script
+//! (`postgres.sh`) that waits for the end of the test, then stops PostgreSQL and removes the directory.
 //!
 //! Functions here panic on failure, as assertions in tests do.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::{env, fs};
+
+use crate::keeper::Keeper;
 
 const SCRIPT: &str = include_str!("postgres.sh");
 /// Somebody else may take a free port before PostgreSQL does.
@@ -23,9 +23,7 @@ const PORTS_TO_TRY: usize = 10;
 /// A running cluster. Dropping it stops PostgreSQL and removes its files.
 #[derive(Debug)]
 pub struct TestPostgres {
-    keeper: Child,
-    /// Open for as long as the cluster shall run.
-    leash: Option<ChildStdin>,
+    keeper: Keeper,
     bin: PathBuf,
     directory: PathBuf,
     port: u16,
@@ -36,26 +34,13 @@ impl TestPostgres {
     /// Starts a cluster, which takes one or two seconds.
     pub fn start() -> Self {
         let bin = find_programs();
-        let mut keeper = Command::new("sh")
-            .args(["-c", SCRIPT, "emergent-test-postgres"])
-            .arg(&bin)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            // It outlives the test process for a moment; test runners wait for all who hold their end.
-            .stderr(Stdio::null())
-            // A terminal's or test runner's signal to the test's group must not stop the cleaning.
-            .process_group(0)
-            .spawn()
-            .expect("sh starts");
-        let leash = keeper.stdin.take();
-        let mut answers = Answers(BufReader::new(keeper.stdout.take().expect("standard output is piped")));
-        let mut cluster =
-            Self { keeper, leash, bin, directory: PathBuf::new(), port: 0, databases: AtomicU32::new(0) };
-        cluster.directory = answers.next("directory ").expect("PostgreSQL's initdb works").into();
-        let leash = cluster.leash.as_mut().expect("standard input is piped");
+        let mut keeper = Keeper::start("emergent-test-postgres", SCRIPT, &bin, Stdio::piped());
+        let mut answers = Answers(BufReader::new(keeper.answers()));
+        let directory = answers.next("directory ").expect("PostgreSQL's initdb works").into();
+        let mut cluster = Self { keeper, bin, directory, port: 0, databases: AtomicU32::new(0) };
         for _ in 0..PORTS_TO_TRY {
             cluster.port = free_port();
-            writeln!(leash, "{}", cluster.port).expect("the script reads its input");
+            cluster.keeper.tell(&cluster.port.to_string());
             if answers.next("re").as_deref() == Some("ady") {
                 return cluster;
             }
@@ -99,14 +84,6 @@ impl TestPostgres {
     /// The TCP port on the loopback address.
     pub fn port(&self) -> u16 {
         self.port
-    }
-}
-
-impl Drop for TestPostgres {
-    fn drop(&mut self) {
-        drop(self.leash.take());
-        // The script ends when everything is gone.
-        let _ = self.keeper.wait();
     }
 }
 

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::janitor::Janitor;
+use crate::sse::EventReader;
 
 /// A server that has not answered by then never will.
 const START_TIME: Duration = Duration::from_secs(60);
@@ -283,6 +284,34 @@ impl TestServer {
         if let Ok(response) = request.send().await {
             let _ = response.bytes().await;
         }
+    }
+
+    /// A request whose answer comes as events, after the one with the id `after`.
+    pub async fn events(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+        after: Option<&str>,
+    ) -> EventReader {
+        let method = method.parse().expect("a method");
+        let mut request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth(&self.token);
+        request = request.header("accept", "text/event-stream");
+        if let Some(id) = after {
+            request = request.header("last-event-id", id);
+        }
+        if let Some(body) = body {
+            request = request.json(&body);
+        }
+        let response = request.send().await.expect("an answer");
+        assert_eq!(response.status(), 200, "{path}");
+        EventReader::new(response)
+    }
+
+    /// What `/metrics` says.
+    pub async fn metrics(&self) -> String {
+        let request = self.client.get(format!("{}/metrics", self.url)).bearer_auth(&self.token);
+        request.send().await.expect("an answer").text().await.expect("text")
     }
 
     /// The HTTP client, for what the other functions don't do.

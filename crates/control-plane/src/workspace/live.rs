@@ -5,11 +5,13 @@
 //! Invariant: a call is counted in the same step in which it gets the channel, so whoever finds no calls and takes the
 //! channel away ([`Live::close_if_idle`]) knows that none has begun.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 use emergent_guest_client::GuestClient;
+use emergent_wire::OperationId;
 use emergent_wire::workspace::ProviderName;
 use tokio::sync::Mutex;
 
@@ -17,6 +19,8 @@ use super::usage::Measured;
 
 /// A use is written down at most this often, unless somebody wants to know.
 const WRITE_EVERY: Duration = Duration::from_secs(10);
+/// Commands in the background that are remembered: as many as the sandbox keeps the output of.
+const MAX_OPERATIONS: usize = 100;
 
 /// A workspace as this process knows it.
 #[derive(Default)]
@@ -25,6 +29,15 @@ pub(crate) struct Live {
     pub(crate) changing: Arc<Mutex<()>>,
     traffic: StdMutex<Traffic>,
     pub(super) measured: StdMutex<Measured>,
+    operations: StdMutex<VecDeque<Operation>>,
+}
+
+/// What is remembered of a command in the background, to say whether it ran out of memory.
+struct Operation {
+    id: OperationId,
+    /// What the host had ended in the sandbox when it began.
+    kills_before: u64,
+    told: bool,
 }
 
 #[derive(Default)]
@@ -52,6 +65,12 @@ pub(crate) struct Busy(Arc<Live>);
 impl Drop for Busy {
     fn drop(&mut self) {
         self.0.traffic().calls -= 1;
+    }
+}
+
+impl Busy {
+    pub(super) fn live(&self) -> &Live {
+        &self.0
     }
 }
 
@@ -111,6 +130,34 @@ impl Live {
             traffic.used = Some(now);
         }
         traffic.take_use()
+    }
+
+    fn operations(&self) -> MutexGuard<'_, VecDeque<Operation>> {
+        self.operations.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers a command in the background.
+    pub(super) fn remember_operation(&self, id: OperationId, kills_before: u64) {
+        let mut operations = self.operations();
+        if operations.len() >= MAX_OPERATIONS {
+            operations.pop_front();
+        }
+        operations.push_back(Operation { id, kills_before, told: false });
+    }
+
+    /// What the host had ended in the sandbox when the command began. Nothing, for one of another server.
+    pub(super) fn kills_before(&self, id: OperationId) -> u64 {
+        self.operations().iter().find(|known| known.id == id).map_or(0, |known| known.kills_before)
+    }
+
+    /// True for the first who asks.
+    pub(super) fn tell_once(&self, id: OperationId) -> bool {
+        if !self.operations().iter().any(|known| known.id == id) {
+            self.remember_operation(id, 0);
+        }
+        let mut operations = self.operations();
+        let known = operations.iter_mut().find(|known| known.id == id);
+        known.is_some_and(|known| !std::mem::replace(&mut known.told, true))
     }
 }
 

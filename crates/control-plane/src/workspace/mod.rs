@@ -7,6 +7,7 @@ mod fallback_tests;
 mod health;
 mod lifecycle;
 mod live;
+mod memory;
 pub(crate) mod placement;
 pub(crate) mod pool;
 pub(crate) mod recovery;

@@ -7,7 +7,6 @@ use base64::Engine as _;
 use bytes::Bytes;
 use emergent_guest_client::{Call, Event};
 use emergent_guest_protocol::{AttachCall, BashCall, GuestCall, OperationCall, WriteCall};
-use emergent_wire::event::EventKind;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use emergent_wire::tools::{
     BashAnswer, BashRequest, ContentEncoding, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer,
@@ -16,6 +15,7 @@ use emergent_wire::tools::{
 };
 use emergent_wire::workspace::ProviderName;
 use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Workspaces;
@@ -25,8 +25,6 @@ use super::live::Busy;
 const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
 /// What a call may take beyond the command's own time: to be ended, and to be answered.
 const MARGIN: Duration = Duration::from_millis(TERMINATE_GRACE_MS + 15_000);
-/// What is told of a process that something outside the sandbox has ended.
-const OUT_OF_MEMORY: &str = "out of memory: a process of this workspace was killed; use less, or create the workspace with more memory";
 /// What an answer may hold besides the two streams at their limit: the note between head and tail.
 const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
 
@@ -39,9 +37,9 @@ struct ToolCall {
 
 /// Where a call went, to say what became of it when its channel breaks.
 #[derive(Clone, Copy)]
-struct Called {
-    id: WorkspaceId,
-    provider: ProviderName,
+pub(super) struct Called {
+    pub(super) id: WorkspaceId,
+    pub(super) provider: ProviderName,
 }
 
 /// Output as it comes, for as long as the caller listens.
@@ -49,8 +47,17 @@ pub(crate) struct OutputStream {
     call: Call,
     to: Called,
     workspaces: Arc<Workspaces>,
-    _busy: Busy,
-    deadline: Option<tokio::time::Instant>,
+    busy: Busy,
+    of: StreamOf,
+}
+
+/// Whose output a stream is.
+#[derive(Clone, Copy)]
+enum StreamOf {
+    /// A command of this call, which ends by then.
+    Command { deadline: tokio::time::Instant, kills_before: u64 },
+    /// A command in the background.
+    Operation,
 }
 
 /// A file's bytes as they come.
@@ -125,22 +132,10 @@ impl Workspaces {
         let kills_before = self.oom_kills(to);
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, limit, answer).await?;
-        if !answer.oom_killed && self.oom_kills(to) > kills_before {
-            answer.oom_killed = true;
-            answer.notes.push(OUT_OF_MEMORY.to_owned());
-        }
+        self.judge_command(to, kills_before, &mut answer);
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
-        if answer.oom_killed {
-            tracing::warn!(workspace = %id, operation = %answer.operation_id, "a command ran out of memory");
-            metrics::counter!("emergent_oom_kills_total").increment(1);
-            self.events.workspace(EventKind::OutOfMemory, id, "a command ran out of memory and was ended");
-        }
         Ok(answer)
-    }
-
-    fn oom_kills(&self, to: Called) -> u64 {
-        self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
     }
 
     /// Runs a command and hands its output on as it comes.
@@ -150,19 +145,11 @@ impl Workspaces {
         request: BashRequest,
     ) -> Result<OutputStream, ErrorDetail> {
         request.validate()?;
-        let deadline = Some(tokio::time::Instant::now() + time_of(&request));
+        let deadline = tokio::time::Instant::now() + time_of(&request);
         let message = BashCall { operation_id: OperationId::generate(), request, stream: true };
-        self.output_stream(id, &GuestCall::Bash(message), deadline).await
-    }
-
-    async fn output_stream(
-        self: &Arc<Self>,
-        id: WorkspaceId,
-        message: &GuestCall,
-        deadline: Option<tokio::time::Instant>,
-    ) -> Result<OutputStream, ErrorDetail> {
-        let ToolCall { call, to, busy } = self.start(id, message).await?;
-        Ok(OutputStream { call, to, workspaces: Arc::clone(self), _busy: busy, deadline })
+        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let of = StreamOf::Command { deadline, kills_before: self.oom_kills(to) };
+        Ok(OutputStream { call, to, workspaces: Arc::clone(self), busy, of })
     }
 
     /// Starts a command in the background.
@@ -173,7 +160,11 @@ impl Workspaces {
     ) -> Result<OperationAnswer, ErrorDetail> {
         request.validate()?;
         let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
-        self.ask(id, &GuestCall::Bash(message), FILE_TOOL_TIME).await
+        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let kills_before = self.oom_kills(to);
+        let answer: OperationAnswer = self.within(to, FILE_TOOL_TIME, call.answer()).await?;
+        busy.live().remember_operation(answer.operation_id, kills_before);
+        Ok(answer)
     }
 
     /// How a command in the background stands, and its output from an offset on.
@@ -184,9 +175,10 @@ impl Workspaces {
         offset: u64,
     ) -> Result<OperationAnswer, ErrorDetail> {
         let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
-        let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy } = self.start(id, &message).await?;
         let answer = call.answer_with_output::<OperationAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, FILE_TOOL_TIME, answer).await?;
+        self.judge_operation(to, busy.live(), &mut answer);
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
         Ok(answer)
@@ -200,7 +192,8 @@ impl Workspaces {
         offset: u64,
     ) -> Result<OutputStream, ErrorDetail> {
         let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: true });
-        self.output_stream(id, &message, None).await
+        let ToolCall { call, to, busy } = self.start(id, &message).await?;
+        Ok(OutputStream { call, to, workspaces: Arc::clone(self), busy, of: StreamOf::Operation })
     }
 
     /// Ends a command in the background.
@@ -325,11 +318,12 @@ fn decode(content: String, encoding: ContentEncoding) -> Result<Vec<u8>, ErrorDe
 impl OutputStream {
     /// The next piece, or the answer.
     pub(crate) async fn next(&mut self) -> Result<Event, ErrorDetail> {
-        let next = match self.deadline {
-            Some(deadline) => tokio::time::timeout_at(deadline, self.call.next()).await,
-            None => Ok(self.call.next().await),
+        let next = match self.of {
+            StreamOf::Command { deadline, .. } => tokio::time::timeout_at(deadline, self.call.next()).await,
+            StreamOf::Operation => Ok(self.call.next().await),
         };
         match next {
+            Ok(Ok(Event::Answer(answer))) => Ok(Event::Answer(self.judged(answer))),
             Ok(Ok(event)) => Ok(event),
             Ok(Err(error)) => {
                 Err(self.workspaces.explain_loss(self.to.id, self.to.provider, error.into()).await)
@@ -339,6 +333,25 @@ impl OutputStream {
             }
         }
     }
+
+    /// The answer with what only the host knows.
+    fn judged(&self, answer: Bytes) -> Bytes {
+        match self.of {
+            StreamOf::Command { kills_before, .. } => {
+                change(answer, |answer| self.workspaces.judge_command(self.to, kills_before, answer))
+            }
+            StreamOf::Operation => {
+                change(answer, |answer| self.workspaces.judge_operation(self.to, self.busy.live(), answer))
+            }
+        }
+    }
+}
+
+/// Changes an answer that is to be handed on. One that is not what it should be is left to the reader.
+fn change<T: Serialize + DeserializeOwned>(answer: Bytes, with: impl FnOnce(&mut T)) -> Bytes {
+    let Ok(mut parsed) = serde_json::from_slice(&answer) else { return answer };
+    with(&mut parsed);
+    serde_json::to_vec(&parsed).map_or(answer, Bytes::from)
 }
 
 impl FileStream {

@@ -1,0 +1,54 @@
+//! Commands that ran out of memory: what the host knows of it and the sandbox's agent can't, and who is told.
+
+use emergent_wire::event::EventKind;
+use emergent_wire::tools::{BashAnswer, OperationAnswer, OperationStatus};
+use emergent_wire::{OperationId, WorkspaceId};
+
+use super::Workspaces;
+use super::live::Live;
+use super::tools::Called;
+
+/// What is told of a process that something outside the sandbox has ended.
+const OUT_OF_MEMORY: &str = "out of memory: a process of this workspace was killed; use less, or create the workspace with more memory";
+/// The same of a command in the background, which may have ended before.
+const OUT_OF_MEMORY_SINCE: &str = "out of memory: a process of this workspace was killed since this command began, and this one failed; use less, or create the workspace with more memory";
+
+impl Workspaces {
+    pub(super) fn oom_kills(&self, to: Called) -> u64 {
+        self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
+    }
+
+    /// Completes the answer of a command that somebody waited for.
+    pub(super) fn judge_command(&self, to: Called, kills_before: u64, answer: &mut BashAnswer) {
+        if !answer.oom_killed && self.oom_kills(to) > kills_before {
+            answer.oom_killed = true;
+            answer.notes.push(OUT_OF_MEMORY.to_owned());
+        }
+        if answer.oom_killed {
+            self.tell_out_of_memory(to.id, answer.operation_id);
+        }
+    }
+
+    /// Completes the answer of a command in the background. It may have ended long ago, and others have run since: only
+    /// one that failed can have been the one. (gVisor shows a process that the host ended as one that exited with 1.)
+    pub(super) fn judge_operation(&self, to: Called, live: &Live, answer: &mut OperationAnswer) {
+        if answer.status != OperationStatus::Exited {
+            return;
+        }
+        let failed = answer.exit_code != Some(0) && !answer.timed_out;
+        let kills_before = live.kills_before(answer.operation_id);
+        if !answer.oom_killed && failed && self.oom_kills(to) > kills_before {
+            answer.oom_killed = true;
+            answer.notes.push(OUT_OF_MEMORY_SINCE.to_owned());
+        }
+        if answer.oom_killed && live.tell_once(answer.operation_id) {
+            self.tell_out_of_memory(to.id, answer.operation_id);
+        }
+    }
+
+    fn tell_out_of_memory(&self, id: WorkspaceId, operation: OperationId) {
+        tracing::warn!(workspace = %id, %operation, "a command ran out of memory");
+        metrics::counter!("emergent_oom_kills_total").increment(1);
+        self.events.workspace(EventKind::OutOfMemory, id, "a command ran out of memory and was ended");
+    }
+}
