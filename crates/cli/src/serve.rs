@@ -126,11 +126,17 @@ fn greeting(running: &Running, certificate: Option<&Path>) -> String {
         workspace.push_str(&format!(" --ca-cert {certificate}"));
         curl.push_str(&format!(" --cacert {certificate}"));
     }
-    let token = shell_word(&running.data_dir.join(TOKEN_FILE).to_string_lossy());
+    let token_file = running.data_dir.join(TOKEN_FILE);
+    let token = shell_word(&token_file.to_string_lossy());
     let first = if running.first_start {
         format!("An admin token was made: it is in {token}, where `emergent` finds it.\n")
-    } else {
+    } else if token_file.exists() {
         String::new()
+    } else {
+        format!(
+            "There is no admin token in {token}: set EMERGENT_TOKEN to one that you have, or make a new one \
+             with `touch {token}` and another start.\n"
+        )
     };
     format!(
         "listening on {url}\n\n\
@@ -184,6 +190,9 @@ mod tests {
             assert!(checked.success(), "{line}");
         }
         let usual = Running { data_dir: default_data_dir(), first_start: false, ..running };
-        assert!(!greeting(&usual, None).contains("--data-dir"));
+        let text = greeting(&usual, None);
+        assert!(!text.contains("--data-dir"), "{text}");
+        let elsewhere = Running { data_dir: PathBuf::from("/nonexistent"), ..usual };
+        assert!(greeting(&elsewhere, None).contains("`touch /nonexistent/admin-token`"));
     }
 }

@@ -43,6 +43,8 @@ pub(crate) use claim::{Claimed, Miss};
 pub(crate) const MAINTAIN_EVERY: Duration = Duration::from_secs(15);
 /// Who has just got a spare has a first command: it comes before the next spare, whose start needs a CPU.
 pub(crate) const AFTER_A_CLAIM: Duration = Duration::from_millis(400);
+/// A new sandbox is busy with itself for a moment (it starts shells ahead): a claim would have to wait for it.
+const SETTLE: Duration = Duration::from_millis(300);
 /// Spares that are made or removed at once.
 const AT_ONCE: usize = 2;
 /// After a failure nothing is made for this long; doubled with each further one …
@@ -323,6 +325,7 @@ impl Workspaces {
             }
         };
         failpoint!("fill.made");
+        tokio::time::sleep(SETTLE).await;
         let spare = Spare {
             id,
             shape: shape.clone(),
