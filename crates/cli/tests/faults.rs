@@ -156,10 +156,15 @@ async fn out_of_memory_kills_the_process_and_not_the_workspace() {
     server.stop();
 }
 
+/// The host's process that a sandbox is.
+fn process_of(id: &str) -> String {
+    let name = format!("agent-workspace-{id}");
+    run("docker", &["inspect", "--format", "{{.State.Pid}}", &name]).trim().to_owned()
+}
+
 /// The guard in the sandbox may come too late on a busy host: then the kernel chooses by this.
 fn assert_host_would_end_a_command_first(id: &str) {
-    let name = format!("agent-workspace-{id}");
-    let sandbox = run("docker", &["inspect", "--format", "{{.State.Pid}}", &name]).trim().to_owned();
+    let sandbox = process_of(id);
     let readiness = |pid: &str| -> i32 {
         std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim().parse().unwrap()
     };
@@ -173,8 +178,7 @@ fn assert_host_would_end_a_command_first(id: &str) {
 
 /// Takes memory from a sandbox behind its agent's back, so that only the host's kernel notices when it runs out.
 fn take_memory_away(id: &str, bytes: u64) {
-    let pid = run("docker", &["inspect", "--format", "{{.State.Pid}}", &format!("agent-workspace-{id}")]);
-    let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", pid.trim())).unwrap();
+    let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", process_of(id))).unwrap();
     let of = |controllers: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1).collect::<Vec<_>>());
         lines.find(|fields| fields[0] == controllers).map(|fields| fields[1].to_owned())
@@ -186,9 +190,14 @@ fn take_memory_away(id: &str, bytes: u64) {
     std::fs::write(file, bytes.to_string()).unwrap();
 }
 
+/// Follows a command in the background to its end.
+async fn end_of(server: &TestServer, operation: &str) -> Value {
+    server.events("GET", operation, None, None).await.collect().await.pop().unwrap().data
+}
+
 #[tokio::test]
 async fn a_command_that_the_hosts_kernel_ended_for_memory_is_told_so_however_it_was_run() {
-    let server = TestServer::start(BINARY).await;
+    let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor", "resource_limits": { "memory": "1G" } })).await;
     server.bash(&id, "sleep 1000 >/dev/null 2>&1 &").await;
     take_memory_away(&id, 256 << 20);
@@ -201,28 +210,30 @@ async fn a_command_that_the_hosts_kernel_ended_for_memory_is_told_so_however_it_
     told(&server.tool(&id, "bash", eat.clone()).await.ok());
     let streamed = server.events("POST", &format!("{path}/bash"), Some(eat.clone()), None).await;
     told(&streamed.collect().await.last().unwrap().data);
-    let begin = async |command: &str| {
-        let started = server.tool(&id, "bash", json!({ "command": command, "background": true })).await.ok();
-        format!("{path}/operations/{}", started["operation_id"].as_str().unwrap())
-    };
-    let end = async |operation: &str| {
-        server.events("GET", operation, None, None).await.collect().await.pop().unwrap().data
-    };
-    let operation = begin(eat["command"].as_str().unwrap()).await;
-    told(&end(&operation).await);
+    let operation = server.begin(&id, eat["command"].as_str().unwrap()).await;
+    told(&end_of(&server, &operation).await);
     told(&server.request("GET", &operation, None).await.ok());
-    // Those of which it can't be true are not told so: one that failed later, one that succeeded meanwhile.
-    let failed = end(&begin("exit 3").await).await;
-    assert_eq!((&failed["exit_code"], &failed["oom_killed"]), (&json!(3), &json!(false)), "{failed}");
-    let sound = begin("while [ ! -e go ]; do sleep 0.1; done").await;
-    told(&server.tool(&id, "bash", eat).await.ok());
+    // Those of which it can't be true are not told so: one that failed before or after, one that succeeded meanwhile.
+    let failed = server.begin(&id, "exit 3").await;
+    let not_told = |answer: &Value, code: i32| {
+        assert_eq!((&answer["exit_code"], &answer["oom_killed"]), (&json!(code), &json!(false)), "{answer}");
+    };
+    not_told(&end_of(&server, &failed).await, 3);
+    let sound = server.begin(&id, "while [ ! -e go ]; do sleep 0.1; done").await;
+    told(&server.tool(&id, "bash", eat.clone()).await.ok());
     server.bash(&id, "touch go").await;
-    let sound = end(&sound).await;
-    assert_eq!((&sound["exit_code"], &sound["oom_killed"]), (&json!(0), &json!(false)), "{sound}");
+    not_told(&end_of(&server, &sound).await, 0);
+    not_told(&end_of(&server, &failed).await, 3);
     assert_eq!(server.bash(&id, "pgrep -c sleep").await, "1\n");
     // Each was counted once.
     let metrics = server.metrics().await;
-    assert!(metrics.contains("emergent_oom_kills_total 4"), "{metrics}");
+    assert!(metrics.contains("emergent_oom_kills_total 4\n"), "{metrics}");
+    // The next server knows nothing of what was before it, and blames nobody for it.
+    server.kill();
+    server.start_again().await;
+    not_told(&end_of(&server, &failed).await, 3);
+    told(&server.tool(&id, "bash", eat).await.ok());
+    not_told(&end_of(&server, &failed).await, 3);
     server.destroy(&id).await;
     server.stop();
 }

@@ -122,18 +122,15 @@ async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
     let with_background = server.create(json!({})).await;
     let busy = server.create(json!({})).await;
     server.bash(&idle, "echo kept > file").await;
-    let command = json!({ "command": "sleep 25; echo done", "background": true });
-    let operation = server.tool(&with_background, "bash", command).await.ok();
+    let operation = server.begin(&with_background, "sleep 25; echo done").await;
     let running = server.tool(&busy, "bash", json!({ "command": "sleep 25; echo done" }));
     let (answer, stopped) = tokio::join!(running, async {
         tokio::task::block_in_place(|| events.until(&["workspace.idle", &idle]))
     });
     assert_eq!(answer.ok()["stdout"], "done\n", "after {stopped}");
-    let operation = operation["operation_id"].as_str().unwrap();
-    let path = format!("{WORKSPACES}/{with_background}/operations/{operation}");
-    let mut seen = server.request("GET", &path, None).await.ok();
+    let mut seen = server.request("GET", &operation, None).await.ok();
     while seen["status"] == "running" {
-        seen = server.request("GET", &path, None).await.ok();
+        seen = server.request("GET", &operation, None).await.ok();
     }
     assert_eq!(seen["stdout"], "done\n", "{seen}");
     for id in [&busy, &with_background] {

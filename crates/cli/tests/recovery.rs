@@ -14,10 +14,7 @@ async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let command = "for i in $(seq 1 1000); do echo tick $i; sleep 0.1; done";
-    let started = server.tool(&id, "bash", json!({ "command": command, "background": true })).await;
-    assert_eq!(started.status, 202);
-    let operation = started.ok()["operation_id"].as_str().unwrap().to_owned();
-    let path = format!("/api/v1/agent/workspaces/{id}/operations/{operation}");
+    let path = server.begin(&id, command).await;
     let mut before = server.request("GET", &path, None).await.ok();
     while before["next_offset"] == 0 {
         before = server.request("GET", &path, None).await.ok();

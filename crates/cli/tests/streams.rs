@@ -2,8 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::time::Duration;
-
 use emergent_test_support::server::TestServer;
 use emergent_test_support::sse::ServerEvent;
 use serde_json::json;
@@ -33,14 +31,15 @@ async fn a_streamed_command_gives_its_output_as_it_comes_and_then_its_result() {
     assert_eq!((text(&rest, "stdout").as_str(), text(&rest, "stderr").as_str()), ("grün\n", "wrong\n"));
     let result = rest.last().unwrap();
     assert_eq!((result.name.as_str(), &result.data["exit_code"]), ("result", &json!(3)));
-    // More than any buffer on the way holds, read slowly.
-    let many = json!({ "command": "seq 1000000" });
+    // A command whose output nobody reads is held back, however much it has to say; nothing of it is lost.
+    let many = json!({ "command": "seq 4000000; touch done" });
     let mut events = server.events("POST", &bash, Some(many), None).await;
     let begin = events.next().await.unwrap();
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    server.bash(&id, "sleep 5; [ ! -e done ]").await;
     let rest = events.collect().await;
     let all = begin.data["text"].as_str().unwrap().to_owned() + &text(&rest, "stdout");
-    assert!(all.lines().map(|line| line.parse::<u32>().unwrap()).eq(1..=1_000_000));
+    assert!(all.lines().map(|line| line.parse::<u32>().unwrap()).eq(1..=4_000_000));
+    server.bash(&id, "[ -e done ]").await;
     server.destroy(&id).await;
     server.stop();
 }
@@ -61,12 +60,7 @@ async fn a_streamed_command_ends_when_its_listener_hangs_up() {
         )
         .await;
     // In the background it goes on, whoever listens.
-    let started =
-        server.tool(&id, "bash", json!({ "command": "echo $$; sleep 1000", "background": true })).await;
-    let operation = format!(
-        "/api/v1/agent/workspaces/{id}/operations/{}",
-        started.ok()["operation_id"].as_str().unwrap()
-    );
+    let operation = server.begin(&id, "echo $$; sleep 1000").await;
     let mut events = server.events("GET", &operation, None, None).await;
     let pid = events.next().await.unwrap().data["text"].as_str().unwrap().trim().to_owned();
     drop(events);
@@ -84,9 +78,7 @@ async fn a_followed_command_goes_on_where_the_stream_broke() {
     let id = server.create(json!({})).await;
     let command =
         "echo eins; echo zwei >&2; while [ ! -e go ]; do sleep 0.05; done; echo fünf; echo six >&2; exit 4";
-    let started = server.tool(&id, "bash", json!({ "command": command, "background": true })).await.ok();
-    let operation =
-        format!("/api/v1/agent/workspaces/{id}/operations/{}", started["operation_id"].as_str().unwrap());
+    let operation = server.begin(&id, command).await;
     let mut events = server.events("GET", &operation, None, None).await;
     let first = events.next().await.unwrap();
     assert_eq!((first.name.as_str(), &first.data["text"]), ("stdout", &json!("eins\n")));

@@ -257,15 +257,7 @@ impl TestServer {
         path: &str,
         body: Option<Value>,
     ) -> Answer {
-        let method = method.parse().expect("a method");
-        let mut request = self.client.request(method, format!("{}{path}", self.url));
-        if let Some(token) = token {
-            request = request.bearer_auth(token);
-        }
-        if let Some(body) = body {
-            request = request.json(&body);
-        }
-        let response = match request.send().await {
+        let response = match self.build(token, method, path, body).send().await {
             Ok(response) => response,
             Err(error) => panic!("{path}: {error:?}\n{}", self.log()),
         };
@@ -274,14 +266,27 @@ impl TestServer {
         Answer { status, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
     }
 
-    /// A request that the server may not live to answer.
-    pub async fn request_in_vain(&self, method: &str, path: &str, body: Option<Value>) {
+    fn build(
+        &self,
+        token: Option<&str>,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+    ) -> reqwest::RequestBuilder {
         let method = method.parse().expect("a method");
-        let mut request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth(&self.token);
+        let mut request = self.client.request(method, format!("{}{path}", self.url));
+        if let Some(token) = token {
+            request = request.bearer_auth(token);
+        }
         if let Some(body) = body {
             request = request.json(&body);
         }
-        if let Ok(response) = request.send().await {
+        request
+    }
+
+    /// A request that the server may not live to answer.
+    pub async fn request_in_vain(&self, method: &str, path: &str, body: Option<Value>) {
+        if let Ok(response) = self.build(Some(&self.token), method, path, body).send().await {
             let _ = response.bytes().await;
         }
     }
@@ -294,14 +299,10 @@ impl TestServer {
         body: Option<Value>,
         after: Option<&str>,
     ) -> EventReader {
-        let method = method.parse().expect("a method");
-        let mut request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth(&self.token);
+        let mut request = self.build(Some(&self.token), method, path, body);
         request = request.header("accept", "text/event-stream");
         if let Some(id) = after {
             request = request.header("last-event-id", id);
-        }
-        if let Some(body) = body {
-            request = request.json(&body);
         }
         let response = request.send().await.expect("an answer");
         assert_eq!(response.status(), 200, "{path}");
@@ -310,7 +311,7 @@ impl TestServer {
 
     /// What `/metrics` says.
     pub async fn metrics(&self) -> String {
-        let request = self.client.get(format!("{}/metrics", self.url)).bearer_auth(&self.token);
+        let request = self.build(Some(&self.token), "GET", "/metrics", None);
         request.send().await.expect("an answer").text().await.expect("text")
     }
 
@@ -336,6 +337,14 @@ impl TestServer {
         let answer = self.tool(id, "bash", json!({ "command": command })).await.ok();
         assert_eq!(answer["exit_code"], 0, "{command}: {answer}");
         answer["stdout"].as_str().expect("text").to_owned()
+    }
+
+    /// Starts a command in the background; returns the path of its operation.
+    pub async fn begin(&self, id: &str, command: &str) -> String {
+        let started = self.tool(id, "bash", json!({ "command": command, "background": true })).await;
+        assert_eq!(started.status, 202, "{}", started.body);
+        let operation = started.body["operation_id"].as_str().expect("an id").to_owned();
+        format!("/api/v1/agent/workspaces/{id}/operations/{operation}")
     }
 
     /// Waits until so many spares are ready, and none is being made or removed; says how the pool stands then.

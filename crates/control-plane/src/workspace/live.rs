@@ -35,9 +35,10 @@ pub(crate) struct Live {
 /// What is remembered of a command in the background, to say whether it ran out of memory.
 struct Operation {
     id: OperationId,
-    /// What the host had ended in the sandbox when it began.
+    /// What the host had ended in the sandbox when it began, or when it was first heard of.
     kills_before: u64,
-    told: bool,
+    /// Whether it ran out of memory, once its end was seen: what happens later is not its doing.
+    ran_out: Option<bool>,
 }
 
 #[derive(Default)]
@@ -136,28 +137,29 @@ impl Live {
         self.operations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Remembers a command in the background.
-    pub(super) fn remember_operation(&self, id: OperationId, kills_before: u64) {
+    /// Remembers a command in the background, unless it is known.
+    pub(super) fn remember_operation(&self, id: OperationId, kills_now: u64) {
         let mut operations = self.operations();
+        if operations.iter().any(|known| known.id == id) {
+            return;
+        }
         if operations.len() >= MAX_OPERATIONS {
             operations.pop_front();
         }
-        operations.push_back(Operation { id, kills_before, told: false });
+        operations.push_back(Operation { id, kills_before: kills_now, ran_out: None });
     }
 
-    /// What the host had ended in the sandbox when the command began. Nothing, for one of another server.
-    pub(super) fn kills_before(&self, id: OperationId) -> u64 {
-        self.operations().iter().find(|known| known.id == id).map_or(0, |known| known.kills_before)
-    }
-
-    /// True for the first who asks.
-    pub(super) fn tell_once(&self, id: OperationId) -> bool {
-        if !self.operations().iter().any(|known| known.id == id) {
-            self.remember_operation(id, 0);
-        }
+    /// Settles whether a command that has ended ran out of memory: `judge` is asked once, with what the host had ended
+    /// before. True besides for the first who asks.
+    pub(super) fn settle_operation(&self, id: OperationId, judge: impl FnOnce(u64) -> bool) -> (bool, bool) {
         let mut operations = self.operations();
-        let known = operations.iter_mut().find(|known| known.id == id);
-        known.is_some_and(|known| !std::mem::replace(&mut known.told, true))
+        let Some(known) = operations.iter_mut().find(|known| known.id == id) else {
+            return (false, false);
+        };
+        match known.ran_out {
+            Some(ran_out) => (ran_out, false),
+            None => (*known.ran_out.insert(judge(known.kills_before)), true),
+        }
     }
 }
 

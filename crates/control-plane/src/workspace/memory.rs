@@ -32,17 +32,21 @@ impl Workspaces {
     /// Completes the answer of a command in the background. It may have ended long ago, and others have run since: only
     /// one that failed can have been the one. (gVisor shows a process that the host ended as one that exited with 1.)
     pub(super) fn judge_operation(&self, to: Called, live: &Live, answer: &mut OperationAnswer) {
+        let (id, kills) = (answer.operation_id, self.oom_kills(to));
+        live.remember_operation(id, kills);
         if answer.status != OperationStatus::Exited {
             return;
         }
         let failed = answer.exit_code != Some(0) && !answer.timed_out;
-        let kills_before = live.kills_before(answer.operation_id);
-        if !answer.oom_killed && failed && self.oom_kills(to) > kills_before {
+        let known_inside = answer.oom_killed;
+        let (ran_out, is_new) =
+            live.settle_operation(id, |kills_before| known_inside || (failed && kills > kills_before));
+        if ran_out && !known_inside {
             answer.oom_killed = true;
             answer.notes.push(OUT_OF_MEMORY_SINCE.to_owned());
         }
-        if answer.oom_killed && live.tell_once(answer.operation_id) {
-            self.tell_out_of_memory(to.id, answer.operation_id);
+        if ran_out && is_new {
+            self.tell_out_of_memory(to.id, id);
         }
     }
 
