@@ -189,14 +189,12 @@ async fn destroy_running_workspace_with_active_operations() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let id = server.create(json!({})).await;
     // One command ends when it is told to, one does not.
-    let polite = json!({ "command": "trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 0.1; done" });
-    let stubborn = json!({ "command": "trap '' TERM; while :; do sleep 0.1; done" });
+    let polite = "trap 'echo bye; exit 0' TERM; echo up; touch polite; while :; do sleep 0.1; done";
+    let polite = json!({ "command": polite });
+    let stubborn = json!({ "command": "trap '' TERM; touch stubborn; while :; do sleep 0.1; done" });
     let (polite, stubborn, destroyed) =
         tokio::join!(server.tool(&id, "bash", polite), server.tool(&id, "bash", stubborn), async {
-            until("the commands do not run", async || {
-                get(&server, &id).await["usage"]["processes"].as_u64() >= Some(4)
-            })
-            .await;
+            server.bash(&id, "until [ -e polite ] && [ -e stubborn ]; do sleep 0.05; done").await;
             let begun = Instant::now();
             server.request("DELETE", &path(&id), None).await.ok();
             begun.elapsed()
