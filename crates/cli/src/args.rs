@@ -6,6 +6,7 @@ use clap_complete::Shell;
 use crate::audit::AuditArgs;
 use crate::doctor::DoctorArgs;
 use crate::events::EventsArgs;
+use crate::mcp::McpArgs;
 use crate::pool::PoolArgs;
 use crate::serve::ServeArgs;
 use crate::snapshot::SnapshotArgs;
@@ -19,6 +20,7 @@ Examples:
   id=$(emergent workspace create -q)           make a workspace
   emergent workspace bash $id -- 'uname -a'    run a command in it
   emergent workspace destroy $id               remove it and everything in it
+  emergent mcp register NAME --image IMAGE     host an MCP server
 
 The client finds the server and its token in the data directory. For a server elsewhere set EMERGENT_URL \
 and EMERGENT_TOKEN.
@@ -28,7 +30,7 @@ Exit codes: 0 done, 1 failed, 2 the command line is wrong; `workspace bash` pass
 /// Isolated machines for AI agents.
 ///
 /// One self-hosted server creates workspaces (sandboxes on gVisor) in which agents work with seven structured
-/// tools: bash, read, write, edit, glob, grep and git.
+/// tools: bash, read, write, edit, glob, grep and git; and hosts MCP servers, each in a sandbox of its own.
 #[derive(Parser, Debug)]
 #[command(name = "emergent", version, after_help = EXAMPLES, disable_help_subcommand = true)]
 pub(crate) struct Cli {
@@ -44,6 +46,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "ws")]
     Workspace(WorkspaceArgs),
     Snapshot(SnapshotArgs),
+    Mcp(McpArgs),
     Pool(PoolArgs),
     Token(TokenArgs),
     Events(EventsArgs),
@@ -66,6 +69,7 @@ impl Command {
         match self {
             Self::Workspace(args) => args.connection.json,
             Self::Snapshot(args) => args.connection.json,
+            Self::Mcp(args) => args.connection.json,
             Self::Pool(args) => args.connection.json,
             Self::Token(args) => args.connection.json,
             Self::Events(args) => args.connection.json,

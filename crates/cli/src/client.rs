@@ -180,6 +180,17 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    /// Where the server is.
+    pub(crate) fn base_url(&self) -> &str {
+        self.base.as_str()
+    }
+
+    /// The token that is sent.
+    pub(crate) fn token(&self) -> &str {
+        let header = self.authorization.to_str().unwrap_or_default();
+        header.strip_prefix("Bearer ").unwrap_or(header)
+    }
+
     /// A client for this server. Does not connect yet.
     pub(crate) fn open(target: &Target) -> Result<Self> {
         let mut builder = reqwest::Client::builder()

@@ -9,6 +9,7 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 
 use crate::http::App;
+use crate::mcp::McpHost;
 use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep, usage};
 
 /// Idle workspaces are looked for at least this often.
@@ -47,6 +48,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         tasks.spawn(each(every, all(), |all| async move { all.sweep_idle().await }));
     }
     tasks.spawn(recover(all(), app.clone()));
+    tasks.spawn(host_mcp_servers(Arc::clone(&app.mcp)));
     tasks.spawn(maintain_pool(all(), app.clone()));
     tasks
 }
@@ -85,6 +87,16 @@ async fn recover(workspaces: Arc<Workspaces>, app: App) {
             // What waits for the first pass.
             workspaces.pool.changed.notify_one();
         }
+    }
+}
+
+/// Looks after MCP servers that nobody looks after: at the start all of them.
+async fn host_mcp_servers(host: Arc<McpHost>) {
+    let mut ticks = interval(recovery::RUN_EVERY);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        host.adopt_all().await;
     }
 }
 

@@ -16,6 +16,7 @@ pub mod config;
 mod docs_page;
 mod events;
 mod http;
+mod mcp;
 mod server;
 mod storage;
 mod tls;

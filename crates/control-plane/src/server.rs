@@ -157,6 +157,7 @@ pub async fn serve(
     };
     accept(listener, tls, http::router(&app), ending).await;
     background.shutdown().await;
+    app.mcp.shut_down().await;
     workspaces.write_uses().await;
     audit.flush().await;
     retire(&workspaces, &store).await;

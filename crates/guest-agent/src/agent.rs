@@ -85,7 +85,9 @@ impl Agent {
             self.shells.discard();
         }
         self.disk.begin(self);
-        self.shells.refill(self);
+        if !self.configuration().without_shells {
+            self.shells.refill(self);
+        }
     }
 
     /// Where file tools look and stay.

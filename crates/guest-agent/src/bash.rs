@@ -31,7 +31,7 @@ pub(crate) fn run(
     let mut answer;
     let outcome;
     if message.stream {
-        let mut sink = Live { call, stdout: 0, stderr: 0, pending: None };
+        let mut sink = Live::new(call);
         outcome = started.run(&mut sink, timeout, &call.cancelled, &wake, &agent.drain);
         answer = answer_of(message, &outcome);
         (answer.stdout_bytes, answer.stderr_bytes) = (sink.stdout, sink.stderr);
@@ -121,7 +121,7 @@ fn describe_output(answer: &mut BashAnswer, output: &Collected) {
 }
 
 /// Sends output as it comes; the command is held back while the host takes no more.
-struct Live<'a> {
+pub(crate) struct Live<'a> {
     call: &'a Call,
     stdout: u64,
     stderr: u64,
@@ -129,7 +129,11 @@ struct Live<'a> {
     pending: Option<(Kind, Vec<u8>)>,
 }
 
-impl Live<'_> {
+impl<'a> Live<'a> {
+    pub(crate) fn new(call: &'a Call) -> Self {
+        Self { call, stdout: 0, stderr: 0, pending: None }
+    }
+
     /// Sends what there is credit for. False when the host is gone.
     fn send(&mut self, kind: Kind, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
@@ -146,7 +150,7 @@ impl Live<'_> {
     }
 
     /// Waits until everything is sent.
-    fn finish(self) -> Result<(), ErrorDetail> {
+    pub(crate) fn finish(self) -> Result<(), ErrorDetail> {
         self.pending.map_or(Ok(()), |(kind, bytes)| self.call.send_data(kind, &bytes))
     }
 }

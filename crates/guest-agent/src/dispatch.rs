@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::agent::Agent;
 use crate::call::Call;
-use crate::{bash, disk, git, procfs, search};
+use crate::{bash, disk, git, procfs, search, serve, tunnel};
 
 /// Runs a call to its end and sends its answer.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
@@ -40,6 +40,8 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         GuestCall::Glob(request) => found(search::run(agent, call, Search::Glob(request))),
         GuestCall::Grep(request) => found(search::run(agent, call, Search::Grep(request))),
         GuestCall::Git(request) => json(git::run(agent, call, &request)),
+        GuestCall::Serve(message) => json(serve::run(agent, call, &message)),
+        GuestCall::Connect(message) => json(tunnel::run(call, &message).map(|()| Empty {})),
         GuestCall::Usage(()) => json(Ok(usage(agent))),
         GuestCall::Shutdown(message) => {
             agent.end_processes(Duration::from_millis(message.grace_ms.min(60_000)));

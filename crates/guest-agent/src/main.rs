@@ -4,6 +4,7 @@
 //! reaps orphans, guards the memory, and takes further channels from `emergent-guest connect`, which the server
 //! starts in the sandbox when the first channel broke: it hands its own standard input and output over to the
 //! agent and waits, so that every channel is served by the one process that knows the running commands.
+//! `emergent-guest run-as` becomes another user's program; the agent starts servers with it.
 //!
 //! It has no runtime dependency (static binary, no shell, no name service look-ups), no async runtime, and one
 //! thread for each call that runs.
@@ -25,8 +26,11 @@ mod output;
 mod procfs;
 mod reaper;
 mod search;
+mod serve;
 mod shell;
 mod spawn;
+mod tunnel;
+mod user;
 mod wake;
 mod workers;
 
@@ -41,6 +45,7 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["init"] => init(),
         ["connect"] => handover::connect(),
+        ["run-as", ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
         ["version"] => {
             log(&format!(
                 "emergent-guest {} protocol {}",

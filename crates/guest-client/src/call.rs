@@ -158,10 +158,35 @@ impl Call {
     }
 
     /// Sends input, as fast as the guest takes it.
-    pub async fn send_input(&self, mut bytes: &[u8]) -> Result<(), CallError> {
+    pub async fn send_input(&self, bytes: &[u8]) -> Result<(), CallError> {
+        self.input().send(bytes).await
+    }
+
+    /// No more input.
+    pub async fn end_input(&self) -> Result<(), CallError> {
+        self.input().end().await
+    }
+
+    /// The call's input, for one who writes it while another reads what comes back.
+    pub fn input(&self) -> CallInput {
+        CallInput { id: self.id, shared: Arc::clone(&self.shared), credit: Arc::clone(&self.input) }
+    }
+}
+
+/// Where a call's input goes.
+#[derive(Clone)]
+pub struct CallInput {
+    id: u32,
+    shared: Arc<Shared>,
+    credit: Arc<InputCredit>,
+}
+
+impl CallInput {
+    /// Sends input, as fast as the guest takes it.
+    pub async fn send(&self, mut bytes: &[u8]) -> Result<(), CallError> {
         while !bytes.is_empty() {
-            let granted = self.input.granted.notified();
-            let length = self.input.take(bytes.len().min(MAX_DATA_BYTES));
+            let granted = self.credit.granted.notified();
+            let length = self.credit.take(bytes.len().min(MAX_DATA_BYTES));
             if length > 0 {
                 let frame = Frame::new(Kind::Input, self.id, &bytes[..length]);
                 self.shared.send(&frame).await.map_err(CallError::Lost)?;
@@ -179,7 +204,7 @@ impl Call {
     }
 
     /// No more input.
-    pub async fn end_input(&self) -> Result<(), CallError> {
+    pub async fn end(&self) -> Result<(), CallError> {
         self.shared.send(&Frame::new(Kind::InputEnd, self.id, [])).await.map_err(CallError::Lost)
     }
 }

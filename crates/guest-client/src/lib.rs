@@ -11,5 +11,5 @@ mod call;
 mod channel;
 mod table;
 
-pub use call::{Call, CallError, Event};
+pub use call::{Call, CallError, CallInput, Event};
 pub use channel::{Closed, ConnectError, GuestClient};

@@ -32,6 +32,6 @@ mod message;
 pub use credit::{Credit, CreditError, INITIAL_CREDIT, MAX_CREDIT, data_cost};
 pub use frame::{Decoder, Frame, HEADER_BYTES, Kind, MAX_DATA_BYTES, ProtocolError, Receiver, encode_header};
 pub use message::{
-    AgentHello, AttachCall, BashCall, Configuration, GuestCall, HostHello, OperationCall, PROTOCOL_VERSION,
-    ShutdownCall, UsageAnswer, VersionMismatch, WriteCall,
+    AgentHello, AttachCall, BashCall, Configuration, ConnectCall, GuestCall, HostHello, OperationCall,
+    PROTOCOL_VERSION, ServeAnswer, ServeCall, ShutdownCall, UsageAnswer, VersionMismatch, WriteCall,
 };

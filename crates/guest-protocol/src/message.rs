@@ -88,6 +88,11 @@ pub enum GuestCall {
     Grep(GrepRequest),
     /// Answer: `GitAnswer`.
     Git(GitRequest),
+    /// Runs a server: its standard input comes as INPUT, its output goes as data as it comes, until it ends. When the
+    /// call is cancelled or the channel ends, so do the server and all it started. Answer: [`ServeAnswer`].
+    Serve(ServeCall),
+    /// Connects to a port of the sandbox: what comes as INPUT is sent, what is received goes as data. Answer: `{}`.
+    Connect(ConnectCall),
     /// Answer: [`UsageAnswer`].
     Usage(()),
     /// Ends all commands (SIGTERM, grace, SIGKILL) and flushes the disk. Answer: `{}`.
@@ -113,6 +118,9 @@ pub struct Configuration {
     /// The disk limit in bytes that the agent must watch, when the file system does not enforce it.
     #[serde(default)]
     pub watched_disk_bytes: Option<u64>,
+    /// No commands are expected: no shells are started ahead.
+    #[serde(default)]
+    pub without_shells: bool,
 }
 
 /// Runs a command.
@@ -152,6 +160,51 @@ pub struct OperationCall {
 pub struct WriteCall {
     /// The file.
     pub file_path: String,
+}
+
+/// Runs a server.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServeCall {
+    /// The program and its arguments.
+    pub command: Vec<String>,
+    /// Variables it sees besides those of the sandbox.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
+    /// Where it runs; `/workspace` unless given.
+    #[serde(default)]
+    pub directory: Option<String>,
+    /// Who it runs as, in the form of an image's USER (`name`, `uid`, `name:group`, …); root unless given.
+    #[serde(default)]
+    pub user: Option<String>,
+    /// Directories that are its own: while they are root's, they are given to its user.
+    #[serde(default)]
+    pub owned: Vec<String>,
+}
+
+/// How a server ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServeAnswer {
+    /// Its exit code; none when a signal ended it.
+    pub exit_code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<String>,
+    /// Whether it was ended for want of memory.
+    pub oom_killed: bool,
+    /// How long it ran.
+    pub duration_ms: u64,
+}
+
+/// Connects to a port of the sandbox.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ConnectCall {
+    /// The port, on the sandbox's own loopback address.
+    pub port: u16,
+    /// How long to try while nobody listens there.
+    #[serde(default)]
+    pub wait_ms: u64,
+    /// Only find out whether somebody listens.
+    #[serde(default)]
+    pub probe: bool,
 }
 
 /// Ends all commands.

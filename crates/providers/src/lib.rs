@@ -17,4 +17,7 @@ pub use container::{
 };
 pub use error::ProviderError;
 pub use guest_binary::InstalledGuest;
-pub use sandbox::{Health, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, WorkspaceProvider};
+pub use sandbox::{
+    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, Volume,
+    WorkspaceProvider,
+};

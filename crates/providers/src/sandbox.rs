@@ -29,9 +29,33 @@ pub struct SandboxSpec {
     pub network: NetworkMode,
     /// A copy of another workspace's files to begin with; an empty disk unless given.
     pub snapshot: Option<SnapshotId>,
+    /// Further directories that are kept like the workspace's own.
+    pub volumes: Vec<Volume>,
     /// What the guest agent is told: variables and where file tools must stay. The provider adds its own. None: it
     /// was told before, and nothing changes.
     pub configuration: Option<Configuration>,
+}
+
+/// A directory that outlives the container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Volume {
+    /// Its name among those of the workspace: lower-case letters, digits, `-` and `_`.
+    pub name: String,
+    /// Where it is in the sandbox.
+    pub path: String,
+}
+
+/// What an image runs by itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageProgram {
+    /// The program, and what always comes first.
+    pub entrypoint: Vec<String>,
+    /// The arguments, unless others are given.
+    pub arguments: Vec<String>,
+    /// Where it runs.
+    pub directory: Option<String>,
+    /// Who it runs as.
+    pub user: Option<String>,
 }
 
 /// A sandbox that runs.
@@ -107,6 +131,9 @@ pub trait WorkspaceProvider: Send + Sync {
     /// Starts a stopped sandbox, or makes it again on its files when it was removed behind our back.
     async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
 
+    /// Makes a sandbox again on its files, whatever state it is in.
+    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
+
     /// Opens a new channel to the agent of a running sandbox.
     async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError>;
 
@@ -118,6 +145,9 @@ pub trait WorkspaceProvider: Send + Sync {
 
     /// What an image is now; another answer means another image under the same name.
     async fn image_digest(&self, image: &str) -> Result<String, ProviderError>;
+
+    /// What an image runs by itself.
+    async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError>;
 
     /// Copies a sandbox's files. Nothing in the sandbox runs meanwhile. Gives the bytes that the copy takes.
     async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError>;

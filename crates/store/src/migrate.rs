@@ -24,6 +24,7 @@ struct Migration {
 const MIGRATIONS: &[Migration] = &[
     Migration { version: 1, sql: include_str!("../migrations/0001_initial.sql") },
     Migration { version: 2, sql: include_str!("../migrations/0002_lifecycle.sql") },
+    Migration { version: 3, sql: include_str!("../migrations/0003_mcp.sql") },
 ];
 
 /// The schema version that this program works with.

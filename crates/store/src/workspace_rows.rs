@@ -23,7 +23,8 @@ macro_rules! columns {
     () => {
         "id, agent_session_id, container_type, provider, provider_workspace_id, repository_url, branch, \
          deployment_mode, lifecycle, status, created_at, last_used_at, expires_at, resource_limits, snapshot_id, \
-         mcp_config, metadata, image, network, ttl_seconds, placement, error, owner, attached_to, attached_at"
+         mcp_config, metadata, image, network, ttl_seconds, placement, error, owner, attached_to, attached_at, \
+         name"
     };
 }
 pub(crate) use columns;
@@ -53,6 +54,8 @@ pub struct NewWorkspace {
     pub resource_limits: ResourceLimits,
     /// The snapshot it is made from.
     pub snapshot_id: Option<String>,
+    /// For MCP servers: what they are called; no two have the same name.
+    pub name: Option<String>,
     /// For MCP servers: their configuration.
     pub mcp_config: Option<Value>,
     /// What else there is to know.
@@ -80,6 +83,7 @@ impl NewWorkspace {
             ttl_seconds: None,
             resource_limits: ResourceLimits::default(),
             snapshot_id: None,
+            name: None,
             mcp_config: None,
             metadata: Map::new(),
             image: image.into(),
@@ -102,8 +106,10 @@ pub struct WorkspaceRecord {
     pub ttl_seconds: Option<u64>,
     /// What failed last; none once it is ready again.
     pub error: Option<String>,
-    /// The server that is changing it.
+    /// The server that is changing it; for an MCP server that is ready: the one that runs it.
     pub owner: Option<ServerId>,
+    /// For MCP servers: what they are called.
+    pub name: Option<String>,
 }
 
 /// Which workspaces to list; all unless said otherwise.
@@ -156,7 +162,8 @@ impl WorkspaceRecord {
         };
         let owner = row.uuid_or_null("owner")?.map(ServerId);
         let ttl_seconds = row.unsigned_or_null("ttl_seconds")?;
-        Ok(Self { workspace, image, network, ttl_seconds, error, owner })
+        let name = row.text_or_null("name")?;
+        Ok(Self { workspace, image, network, ttl_seconds, error, owner, name })
     }
 }
 

@@ -96,9 +96,9 @@ macro_rules! insert_workspace {
             "INSERT INTO agent_workspaces (id, agent_session_id, container_type, provider,
                  provider_workspace_id, repository_url, branch, deployment_mode, lifecycle, status,
                  created_at, last_used_at, expires_at, resource_limits, snapshot_id, mcp_config, metadata,
-                 image, network, environment_sealed, ttl_seconds, placement, owner)
+                 image, network, environment_sealed, ttl_seconds, placement, owner, name)
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, 'creating', $10, $10, $11, $12, $13, $14, $15, $16,
-                 $17, $18, $19, $20, $21)
+                 $17, $18, $19, $20, $21, $22)
              ON CONFLICT (id) DO NOTHING RETURNING ",
             columns!()
         ))
@@ -123,6 +123,7 @@ macro_rules! insert_workspace {
         .bind(new.ttl_seconds.map(|ttl| i64::try_from(ttl).unwrap_or(i64::MAX)))
         .bind(placement.map(Json))
         .bind(DbUuid($server.0))
+        .bind(new.name.as_deref().map(clean))
         .fetch_optional(&mut *$connection)
         .await?
     }};
@@ -150,6 +151,9 @@ impl Store {
             {
                 let (kind, id) = ("session", session.to_string());
                 StoreError::NotFound { kind, id }
+            }
+            (StoreError::Database(sqlx::Error::Database(error)), _) if error.is_unique_violation() => {
+                StoreError::Conflict { kind: "MCP server", name: new.name.clone().unwrap_or_default() }
             }
             (error, _) => error,
         })
@@ -182,6 +186,33 @@ impl Store {
                 .fetch_optional(&mut *connection)
                 .await?;
             WorkspaceRecord::from_row(&row.ok_or_else(|| StoreError::no_workspace(id))?)
+        })
+    }
+
+    /// An MCP server by its name.
+    pub async fn mcp_server_named(&self, name: &str) -> Result<WorkspaceRecord> {
+        reading!(self.db(), |connection| {
+            let row = sqlx::query(concat!("SELECT ", columns!(), " FROM agent_workspaces WHERE name = $1"))
+                .bind(clean(name))
+                .fetch_optional(&mut *connection)
+                .await?;
+            let missing = || StoreError::NotFound { kind: "MCP server", id: name.to_owned() };
+            WorkspaceRecord::from_row(&row.ok_or_else(missing)?)
+        })
+    }
+
+    /// All MCP servers, oldest first.
+    pub async fn mcp_servers(&self) -> Result<Vec<WorkspaceRecord>> {
+        reading!(self.db(), |connection| {
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                columns!(),
+                " FROM agent_workspaces WHERE container_type = 'mcp_server' AND lifecycle = 'persistent'
+                 ORDER BY created_at, id"
+            ))
+            .fetch_all(&mut *connection)
+            .await?;
+            rows.iter().map(WorkspaceRecord::from_row).collect()
         })
     }
 

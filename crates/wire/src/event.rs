@@ -36,6 +36,14 @@ names!(
         ProviderUnhealthy = "provider.unhealthy",
         /// A provider failed to make a workspace, and the next one is tried.
         PlacementFallback = "placement.fallback",
+        /// A hosted MCP server takes calls.
+        McpReady = "mcp.ready",
+        /// A hosted MCP server's process ended.
+        McpCrashed = "mcp.crashed",
+        /// A hosted MCP server's process ends again and again: it is held back.
+        McpCrashLoop = "mcp.crash_loop",
+        /// A hosted MCP server runs but does not answer.
+        McpUnresponsive = "mcp.unresponsive",
         /// Spares can't be made.
         PoolProblem = "pool.problem",
         /// The listener was too slow: events were left out.

@@ -96,6 +96,11 @@ impl fmt::Display for ByteSize {
 }
 
 impl CpuCount {
+    /// Thousandths of a CPU.
+    pub const fn from_millis(millis: u32) -> Self {
+        Self { millis }
+    }
+
     /// `count` whole CPUs.
     pub const fn whole(count: u32) -> Self {
         Self { millis: count * 1000 }

@@ -58,22 +58,44 @@ fn bearer(header: &str) -> Option<&str> {
 fn allows(scope: &TokenScope, method: &Method, path: &str) -> bool {
     match scope {
         TokenScope::Admin => true,
-        TokenScope::Workspace { workspace_id } => workspace_route(path)
-            .is_some_and(|(id, rest)| id == *workspace_id && is_tool_route(method, &rest)),
+        TokenScope::Workspace { workspace_id } => {
+            let own = |(id, _): &(WorkspaceId, Vec<&str>)| id == workspace_id;
+            workspace_route(path).filter(own).is_some_and(|(_, rest)| is_tool_route(method, &rest))
+                || mcp_route(path).filter(own).is_some_and(|(_, rest)| is_mcp_route(method, &rest))
+        }
     }
 }
 
 /// The workspace that an address is about, and what comes after its id.
 pub(crate) fn workspace_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
-    let rest = path.strip_prefix("/api/v1/agent/workspaces/")?;
-    let mut segments = rest.split('/');
+    route_below("/api/v1/agent/workspaces/", path)
+}
+
+/// The MCP server that an address is about, where it is named by its id, and what comes after it.
+pub(crate) fn mcp_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
+    route_below("/api/v1/mcp/servers/", path)
+}
+
+fn route_below<'a>(base: &str, path: &'a str) -> Option<(WorkspaceId, Vec<&'a str>)> {
+    let mut segments = path.strip_prefix(base)?.split('/');
     let id = segments.next()?.parse().ok()?;
     Some((id, segments.collect()))
+}
+
+/// What a token for one MCP server may do: look at it, and use it.
+fn is_mcp_route(method: &Method, rest: &[&str]) -> bool {
+    match rest {
+        [] => method == Method::GET,
+        ["call"] => method == Method::POST,
+        ["mcp"] => true,
+        _ => false,
+    }
 }
 
 fn is_tool_route(method: &Method, rest: &[&str]) -> bool {
     match rest {
         [] => method == Method::GET,
+        ["mcp"] => true,
         [tool] => {
             method == Method::POST
                 && (*tool == "exec" || Tool::ALL.iter().any(|known| known.as_str() == *tool))
@@ -99,6 +121,17 @@ mod tests {
         }
         assert!(allowed(Method::GET, &format!("{base}/{own}")));
         assert!(allowed(Method::GET, &format!("{base}/{own}/operations/x")));
+        let servers = "/api/v1/mcp/servers";
+        for (method, rest) in
+            [(Method::GET, ""), (Method::POST, "/call"), (Method::POST, "/mcp"), (Method::GET, "/mcp")]
+        {
+            assert!(allowed(method.clone(), &format!("{servers}/{own}{rest}")), "{method} {rest}");
+            let other = WorkspaceId::generate();
+            assert!(!allowed(method, &format!("{servers}/{other}{rest}")), "{rest}");
+        }
+        for (method, rest) in [(Method::DELETE, ""), (Method::POST, "/restart"), (Method::GET, "/logs")] {
+            assert!(!allowed(method.clone(), &format!("{servers}/{own}{rest}")), "{method} {rest}");
+        }
         for (method, path) in [
             (Method::DELETE, format!("{base}/{own}")),
             (Method::POST, format!("{base}/{own}/stop")),

@@ -6,6 +6,7 @@ mod docs;
 mod error;
 mod events;
 mod extract;
+mod mcp;
 mod operations;
 mod ops;
 mod pool;
@@ -32,6 +33,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::audit::Audit;
+use crate::mcp::McpHost;
 use crate::workspace::Workspaces;
 use error::ApiError;
 
@@ -46,6 +48,7 @@ const LARGE_BODIES: usize = 4;
 #[derive(Clone)]
 pub(crate) struct App {
     pub(crate) workspaces: Arc<Workspaces>,
+    pub(crate) mcp: Arc<McpHost>,
     pub(crate) audit: Audit,
     pub(crate) metrics: PrometheusHandle,
     /// Whether the first recovery pass has ended.
@@ -56,7 +59,8 @@ pub(crate) struct App {
 impl App {
     pub(crate) fn new(workspaces: Arc<Workspaces>, audit: Audit, metrics: PrometheusHandle) -> Self {
         let (ready, large_bodies) = (Arc::default(), Arc::new(Semaphore::new(LARGE_BODIES)));
-        Self { workspaces, audit, metrics, ready, large_bodies }
+        let mcp = McpHost::new(Arc::clone(&workspaces));
+        Self { workspaces, mcp, audit, metrics, ready, large_bodies }
     }
 }
 
@@ -111,6 +115,11 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(tools::grep))
         .routes(routes!(tools::git))
         .routes(routes!(operations::follow, operations::kill))
+        .routes(routes!(mcp::register, mcp::list))
+        .routes(routes!(mcp::get, mcp::remove))
+        .routes(routes!(mcp::restart))
+        .routes(routes!(mcp::call))
+        .routes(routes!(mcp::logs))
         .routes(routes!(tokens::create, tokens::list))
         .routes(routes!(tokens::revoke))
         .routes(routes!(audit::list))

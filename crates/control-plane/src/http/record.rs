@@ -11,7 +11,7 @@ use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::ErrorCode;
 
 use super::App;
-use super::access::{Caller, workspace_route};
+use super::access::{Caller, mcp_route, workspace_route};
 use super::error::FailedWith;
 use super::summary::SummarySlot;
 
@@ -61,7 +61,7 @@ pub(super) async fn calls(State(app): State<App>, mut request: Request, next: Ne
     metrics::counter!("emergent_calls_total", "action" => action.clone(), "outcome" => outcome.as_str())
         .increment(1);
     let caller = response.extensions().get::<Caller>().map(|caller| caller.0.clone());
-    let workspace = workspace_route(&path).map(|(id, _)| id);
+    let workspace = workspace_route(&path).or_else(|| mcp_route(&path)).map(|(id, _)| id);
     tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
     if is_audited(&action) {
         let entry = AuditEntry {
@@ -99,6 +99,18 @@ fn action_of(method: &Method, path: &str) -> String {
             _ => "unknown".to_owned(),
         };
     }
+    if let Some(rest) = path.strip_prefix("/api/v1/mcp/servers/") {
+        let action = match (method, rest.split_once('/').map(|(_, rest)| rest)) {
+            (&Method::GET, None) => "mcp.get",
+            (&Method::DELETE, None) => "mcp.remove",
+            (&Method::POST, Some("restart")) => "mcp.restart",
+            (&Method::POST, Some("call")) => "mcp.call",
+            (&Method::GET, Some("logs")) => "mcp.logs",
+            (_, Some("mcp")) => "mcp.message",
+            _ => "unknown",
+        };
+        return action.to_owned();
+    }
     let action = match (method, path) {
         (&Method::POST, "/api/v1/agent/workspaces") => "workspace.create",
         (&Method::GET, "/api/v1/agent/workspaces") => "workspace.list",
@@ -110,6 +122,8 @@ fn action_of(method: &Method, path: &str) -> String {
         (&Method::GET, "/api/v1/agent/pool") => "pool.get",
         (&Method::PUT, "/api/v1/agent/pool") => "pool.set",
         (&Method::DELETE, "/api/v1/agent/pool") => "pool.reset",
+        (&Method::POST, "/api/v1/mcp/servers") => "mcp.register",
+        (&Method::GET, "/api/v1/mcp/servers") => "mcp.list",
         (&Method::GET, "/api/v1/events") => "events",
         (&Method::POST, "/api/v1/tokens") => "token.create",
         (&Method::GET, "/api/v1/tokens") => "token.list",

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use emergent_wire::access::CreateToken;
 use emergent_wire::git::GitRequest;
+use emergent_wire::mcp::RegisterMcpServer;
 use emergent_wire::pool::PoolTarget;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot};
 use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest, WriteRequest};
@@ -50,6 +51,13 @@ fn without_credentials(url: &str) -> String {
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let host = authority.rsplit('@').next().unwrap_or_default();
     short(&format!("{scheme}://{host}/{path}"))
+}
+
+impl Summarize for RegisterMcpServer {
+    fn summary(&self) -> Value {
+        let variables: Vec<&String> = self.environment.keys().collect();
+        json!({ "name": short(&self.name), "image": short_option(self.image.as_ref()), "environment": variables })
+    }
 }
 
 impl Summarize for AttachRequest {

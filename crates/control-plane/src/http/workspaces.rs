@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, Method, StatusCode};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use emergent_store::WorkspaceFilter;
@@ -17,19 +17,29 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
-use super::access::Caller;
+use super::access::{Caller, workspace_route};
 use super::error::ApiError;
 use super::extract::{Body, Id, Params};
-use crate::workspace::{Creation, error_of};
+use crate::workspace::{Creation, error_of, is_mcp_server};
 
 /// Workspaces on one page when the caller does not say.
 const DEFAULT_PAGE: u32 = 100;
 
 /// The switch that turns workspaces off.
 pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
-    if !app.workspaces.settings.workspaces.enabled && request.uri().path().starts_with("/api/v1/agent/") {
+    let path = request.uri().path();
+    let needs_sandboxes = path.starts_with("/api/v1/agent/") || path.starts_with("/api/v1/mcp/");
+    if !app.workspaces.settings.workspaces.enabled && needs_sandboxes {
         let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
         return ApiError::new(ErrorCode::NotFound, message).into_response();
+    }
+    // Who looks after an MCP server must not find it changed behind its back.
+    let changed =
+        workspace_route(path).filter(|(_, rest)| !rest.is_empty() || request.method() != Method::GET);
+    if let Some((id, _)) = changed
+        && app.mcp.hosts(id)
+    {
+        return ApiError(is_mcp_server(id)).into_response();
     }
     next.run(request).await
 }

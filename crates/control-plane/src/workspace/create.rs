@@ -20,6 +20,7 @@ use emergent_providers::{ProviderError, Sandbox, SharedProvider};
 use emergent_store::{NewWorkspace, Shape, WorkspaceRecord};
 use emergent_wire::event::{Event, EventKind};
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
+use emergent_wire::mcp::{self, McpConfig, RegisterMcpServer};
 use emergent_wire::snapshot::{FromSnapshot, SnapshotStatus};
 use emergent_wire::workspace::{
     ContainerType, CreateWorkspace, Lifecycle, NetworkMode, Placement, ProviderChoice, ProviderName,
@@ -102,6 +103,37 @@ impl Workspaces {
         };
         let may_be_warm = request.warm_start.unwrap_or(true);
         self.order(Order { new, environment: request.environment, wish, may_be_warm }, waited_for).await
+    }
+
+    /// The same for a hosted MCP server.
+    pub(crate) async fn begin_register(&self, request: RegisterMcpServer) -> Result<Creation, ErrorDetail> {
+        request.validate()?;
+        let settings = &self.settings.workspaces;
+        let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
+        limits.validate()?;
+        let config = serde_json::to_value(McpConfig::from(&request));
+        let config = config.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string()))?;
+        let wish = Wish {
+            container_type: ContainerType::McpServer,
+            provider: request.provider.unwrap_or(ProviderChoice::Auto),
+            deployment: settings.deployment_mode,
+            security: SecurityLevel::Standard,
+        };
+        let new = NewWorkspace {
+            container_type: ContainerType::McpServer,
+            lifecycle: Lifecycle::Persistent,
+            deployment_mode: settings.deployment_mode,
+            created_at: self.clock.now(),
+            resource_limits: limits,
+            network: request.network.unwrap_or(NetworkMode::Nat),
+            name: Some(request.name),
+            mcp_config: Some(config),
+            ..NewWorkspace::agent(
+                WorkspaceId::generate(),
+                request.image.unwrap_or_else(|| settings.default_image.clone()),
+            )
+        };
+        self.order(Order { new, environment: request.environment, wish, may_be_warm: false }, true).await
     }
 
     /// The same for a workspace that begins with the files of another.

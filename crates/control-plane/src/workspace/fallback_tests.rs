@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
-    ContainerOptions, ContainerProvider, Health, Observed, ProviderError, Runtime, Sandbox, SandboxSpec,
-    SharedProvider, WorkspaceProvider,
+    ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError, Runtime, Sandbox,
+    SandboxSpec, SharedProvider, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
 use emergent_wire::event::EventKind;
@@ -91,6 +91,10 @@ impl WorkspaceProvider for Failing {
         self.fails()
     }
 
+    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        self.resume(spec).await
+    }
+
     async fn open_channel(&self, _spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
         self.fails()
     }
@@ -105,6 +109,10 @@ impl WorkspaceProvider for Failing {
 
     async fn image_digest(&self, _image: &str) -> Result<String, ProviderError> {
         self.fails()
+    }
+
+    async fn image_program(&self, _image: &str) -> Result<ImageProgram, ProviderError> {
+        Ok(ImageProgram::default())
     }
 
     async fn snapshot(&self, _id: WorkspaceId, _to: SnapshotId) -> Result<u64, ProviderError> {

@@ -101,7 +101,7 @@ impl Workspaces {
     }
 
     /// Makes this server the one that changes a workspace, unless another is at it.
-    async fn take_over(&self, record: &WorkspaceRecord) -> Result<(), ErrorDetail> {
+    pub(crate) async fn take_over(&self, record: &WorkspaceRecord) -> Result<(), ErrorDetail> {
         let id = record.workspace.id;
         self.servers.look_for([record.owner], &self.store).await.map_err(error_of)?;
         let is_free = record.owner.is_none_or(|owner| !self.servers.is_alive(owner));
@@ -121,7 +121,7 @@ impl Workspaces {
     }
 
     /// Carries out a removal that was written down.
-    pub(super) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
+    pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
         let live = self.live(id);
         let channel = match live.close_to_calls() {
             Some(reached) => Some(reached.channel),
@@ -182,7 +182,9 @@ impl Workspaces {
         if let Some((reached, busy)) = live.begin_call() {
             return Ok((Arc::clone(&live), reached, busy));
         }
-        live.set_reached(self.reconnect(id).await?);
+        // Looked up again: its state may have changed while the call waited.
+        let record = self.ready_record(id).await?;
+        live.set_reached(self.reconnect(&record).await?);
         match live.begin_call() {
             Some((reached, busy)) => Ok((Arc::clone(&live), reached, busy)),
             None => Err(ErrorDetail::new(
@@ -198,11 +200,10 @@ impl Workspaces {
     }
 
     /// Opens a channel to a workspace, whose sandbox may have ended.
-    async fn reconnect(&self, id: WorkspaceId) -> Result<Reached, ErrorDetail> {
-        // Looked up again: its state may have changed while the call waited.
-        let record = self.ready_record(id).await?;
-        let spec = self.spec_of(&record).await?;
-        let provider = self.provider_of(&record)?;
+    async fn reconnect(&self, record: &WorkspaceRecord) -> Result<Reached, ErrorDetail> {
+        let id = record.workspace.id;
+        let spec = self.spec_of(record).await?;
+        let provider = self.provider_of(record)?;
         let channel = match provider.open_channel(&spec).await {
             Ok(channel) => channel,
             Err(ProviderError::NotRunning(why) | ProviderError::Gone(why)) => {

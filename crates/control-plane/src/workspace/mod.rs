@@ -21,9 +21,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use emergent_guest_protocol::Configuration;
-use emergent_providers::{SandboxSpec, SharedProvider};
+use emergent_providers::{SandboxSpec, SharedProvider, Volume};
 use emergent_store::{SealingKey, Store, StoreError, WorkspaceRecord};
-use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus, check_holder};
+use emergent_wire::mcp::{McpConfig, McpVolume};
+use emergent_wire::workspace::{
+    ContainerType, ProviderName, Usage, Workspace, WorkspaceStatus, check_holder,
+};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 
 use crate::config::Settings;
@@ -31,7 +34,7 @@ use crate::events::Events;
 use clock::Clock;
 pub(crate) use create::Creation;
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
-use live::Live;
+pub(crate) use live::{Live, Reached};
 use pool::Pool;
 use servers::Servers;
 pub(crate) use tools::{FileStream, OutputStream};
@@ -103,7 +106,7 @@ impl Workspaces {
     }
 
     /// The provider that a workspace is on.
-    fn provider_of(&self, record: &WorkspaceRecord) -> Result<&SharedProvider, ErrorDetail> {
+    pub(crate) fn provider_of(&self, record: &WorkspaceRecord) -> Result<&SharedProvider, ErrorDetail> {
         let name = record.workspace.provider.ok_or_else(|| {
             ErrorDetail::new(
                 ErrorCode::WrongState,
@@ -114,10 +117,11 @@ impl Workspaces {
     }
 
     /// The sandbox that a workspace has.
-    async fn spec_of(&self, record: &WorkspaceRecord) -> Result<SandboxSpec, ErrorDetail> {
+    pub(crate) async fn spec_of(&self, record: &WorkspaceRecord) -> Result<SandboxSpec, ErrorDetail> {
         let workspace = &record.workspace;
         let environment = self.store.environment(workspace.id, &self.key).await.map_err(error_of)?;
         let confined = self.settings.workspaces.confine_file_tools;
+        let is_server = workspace.container_type == ContainerType::McpServer;
         Ok(SandboxSpec {
             id: workspace.id,
             container_type: workspace.container_type,
@@ -125,9 +129,11 @@ impl Workspaces {
             limits: workspace.resource_limits,
             network: record.network,
             snapshot: workspace.snapshot_id.as_deref().and_then(|id| id.parse().ok()),
+            volumes: volumes_of(workspace),
             configuration: Some(Configuration {
                 environment,
                 confined_to: if confined { CONFINED_TO.map(str::to_owned).to_vec() } else { Vec::new() },
+                without_shells: is_server,
                 ..Configuration::default()
             }),
         })
@@ -144,6 +150,12 @@ impl Workspaces {
             workspace.usage = self.measure(&live, &workspace.resource_limits).await;
         }
         Ok(workspace)
+    }
+
+    /// What a sandbox uses, if this process has a channel to it.
+    pub(crate) async fn usage_of(&self, workspace: &Workspace) -> Option<Usage> {
+        let live = self.live_map().get(&workspace.id).cloned()?;
+        self.measure(&live, &workspace.resource_limits).await
     }
 
     /// Lets somebody hold a workspace for itself.
@@ -168,11 +180,25 @@ impl Workspaces {
     async fn ready_record(&self, id: WorkspaceId) -> Result<WorkspaceRecord, ErrorDetail> {
         let record = self.store.workspace_record(id).await.map_err(error_of)?;
         match record.workspace.status {
+            _ if record.workspace.container_type == ContainerType::McpServer => Err(is_mcp_server(id)),
             // What failed once may work now: the call finds out.
             WorkspaceStatus::Ready | WorkspaceStatus::Error => Ok(record),
             status => Err(wrong_state(id, status)),
         }
     }
+}
+
+/// The named volumes of an MCP server.
+fn volumes_of(workspace: &Workspace) -> Vec<Volume> {
+    let config = workspace.mcp_config.clone().and_then(|config| serde_json::from_value(config).ok());
+    let volumes = config.map(|config: McpConfig| config.volumes).unwrap_or_default();
+    volumes.into_iter().map(|McpVolume { name, path }| Volume { name, path }).collect()
+}
+
+/// What the addresses of workspaces say of an MCP server.
+pub(crate) fn is_mcp_server(id: WorkspaceId) -> ErrorDetail {
+    let message = format!("{id} is an MCP server, not a workspace: use /api/v1/mcp/servers/{id}");
+    ErrorDetail::new(ErrorCode::Unacceptable, message)
 }
 
 /// What the store's errors mean to a caller.
@@ -218,6 +244,7 @@ fn path_of(kind: &str) -> &'static str {
     match kind {
         "token" => "tokens",
         "snapshot" => "agent/workspaces/snapshots",
+        "MCP server" => "mcp/servers",
         _ => "agent/workspaces",
     }
 }

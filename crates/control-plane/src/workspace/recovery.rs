@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_providers::{Observed, ObservedState};
+use emergent_store::WorkspaceRecord;
 use emergent_wire::snapshot::SnapshotStatus;
-use emergent_wire::workspace::{ProviderName, WorkspaceStatus};
+use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
 use emergent_wire::{ErrorDetail, SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
 
@@ -123,7 +124,8 @@ impl Workspaces {
         self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
         let rows = records.iter().map(|record| {
             let id = record.workspace.id;
-            let in_progress = self.is_changing(id) || !self.is_mine_to_change(record.owner);
+            let in_progress =
+                is_supervised(record) || self.is_changing(id) || !self.is_mine_to_change(record.owner);
             // With others on the database, each opens channels only to what it is asked for.
             let is_reached = self.store.is_shared() || self.is_reached(id);
             Row { id, status: record.workspace.status, in_progress, is_reached }
@@ -194,6 +196,13 @@ impl Workspaces {
         let live = self.live_map().get(&id).cloned();
         live.is_some_and(|live| live.reached().is_some())
     }
+}
+
+/// An MCP server that is there: whoever supervises it looks after its sandbox too.
+fn is_supervised(record: &WorkspaceRecord) -> bool {
+    use WorkspaceStatus::{Error, Ready};
+    let workspace = &record.workspace;
+    workspace.container_type == ContainerType::McpServer && matches!(workspace.status, Ready | Error)
 }
 
 #[cfg(test)]

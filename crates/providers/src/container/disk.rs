@@ -1,5 +1,7 @@
 //! Disks with a real quota: a sparse file with a file system in it, behind a loop device.
 //!
+//! A workspace has one disk, named after its id, and one more for each named volume (`{id}.{volume}`).
+//!
 //! The volume names a link that points to the device, not the device itself, whose number may change when the host
 //! is restarted. Everything about a disk is found by its file's name, so nothing has to be remembered.
 
@@ -49,23 +51,23 @@ impl Disks {
         Ok(Self { directory: make("disks")?, snapshots: make("snapshots")? })
     }
 
-    fn image(&self, id: WorkspaceId) -> PathBuf {
-        self.directory.join(format!("{id}.img"))
+    fn image(&self, disk: &str) -> PathBuf {
+        self.directory.join(format!("{disk}.img"))
     }
 
-    /// The link to the device of a workspace's disk.
-    pub(crate) fn device(&self, id: WorkspaceId) -> PathBuf {
-        self.directory.join(format!("{id}.dev"))
+    /// The link to the device of a disk.
+    pub(crate) fn device(&self, disk: &str) -> PathBuf {
+        self.directory.join(format!("{disk}.dev"))
     }
 
     /// Whether a workspace has a disk.
     pub(crate) fn exists(&self, id: WorkspaceId) -> bool {
-        self.image(id).exists()
+        self.image(&disk_of(id, None)).exists()
     }
 
-    /// Makes a workspace's disk, empty or out of a snapshot, unless it is there; and attaches it.
-    pub(crate) fn ensure(&self, id: WorkspaceId, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
-        let image = self.image(id);
+    /// Makes a disk, empty or out of a snapshot, unless it is there; and attaches it.
+    pub(crate) fn ensure(&self, disk: &str, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
+        let image = self.image(disk);
         if !image.exists() {
             // A disk appears under its name only when it is whole.
             let unfinished = image.with_extension("new");
@@ -83,7 +85,7 @@ impl Disks {
             made?;
             failpoint!("disk.made");
         }
-        self.attach(id)
+        self.attach(disk)
     }
 
     /// Refuses a new disk, or a copy of one, that the host has no room for.
@@ -107,10 +109,11 @@ impl Disks {
 
     /// Copies a workspace's disk, which nobody must be writing to. Gives the bytes that the copy takes.
     pub(crate) fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<u64> {
-        self.check_room(Some(&self.image(id)))?;
+        let own = self.image(&disk_of(id, None));
+        self.check_room(Some(&own))?;
         let image = self.snapshot_image(to);
         let unfinished = image.with_extension("new");
-        let made = copy_sparse(&self.image(id), &unfinished)
+        let made = copy_sparse(&own, &unfinished)
             .and_then(|()| check_file_system(&unfinished))
             .and_then(|()| fs::rename(&unfinished, &image));
         if made.is_err() {
@@ -132,8 +135,8 @@ impl Disks {
     }
 
     /// Attaches a disk that is not attached (after a restart of the host), and points its link to the device.
-    fn attach(&self, id: WorkspaceId) -> io::Result<()> {
-        let image = self.image(id);
+    fn attach(&self, disk: &str) -> io::Result<()> {
+        let image = self.image(disk);
         let device = match attached_device(&image)? {
             Some(device) => device,
             None => {
@@ -141,7 +144,7 @@ impl Disks {
                 PathBuf::from(run("losetup", &arguments)?.trim())
             }
         };
-        let (link, unfinished) = (self.device(id), self.device(id).with_extension("newdev"));
+        let (link, unfinished) = (self.device(disk), self.device(disk).with_extension("newdev"));
         if fs::read_link(&link).is_ok_and(|target| target == device) {
             return Ok(());
         }
@@ -150,14 +153,25 @@ impl Disks {
         fs::rename(&unfinished, &link)
     }
 
-    /// Detaches and removes a workspace's disk, and whatever an interrupted step left of it.
+    /// Detaches and removes a workspace's disks, and whatever an interrupted step left of them.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
-        let image = self.image(id);
+        let own = disk_of(id, None);
+        let volumes = format!("{id}.");
+        let mut disks: Vec<String> = stems_in(&self.directory)?;
+        disks.retain(|disk| disk.starts_with(&volumes));
+        disks.push(own);
+        disks.sort_unstable();
+        disks.dedup();
+        disks.iter().try_for_each(|disk| self.remove_disk(disk))
+    }
+
+    fn remove_disk(&self, disk: &str) -> io::Result<()> {
+        let image = self.image(disk);
         if let Some(device) = attached_device(&image)? {
             run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
         }
         failpoint!("disk.detached");
-        let (link, unfinished) = (self.device(id), image.with_extension("new"));
+        let (link, unfinished) = (self.device(disk), image.with_extension("new"));
         remove_files([link.with_extension("newdev"), link, unfinished, image])
     }
 
@@ -167,6 +181,11 @@ impl Disks {
     }
 }
 
+/// The name of a workspace's disk, or of one of its named volumes.
+pub(crate) fn disk_of(id: WorkspaceId, volume: Option<&str>) -> String {
+    volume.map_or_else(|| id.to_string(), |volume| format!("{id}.{volume}"))
+}
+
 /// What a file takes on the disk, its holes left out.
 fn taken_bytes(path: &Path) -> io::Result<u64> {
     Ok(fs::metadata(path)?.blocks() * 512)
@@ -174,12 +193,18 @@ fn taken_bytes(path: &Path) -> io::Result<u64> {
 
 /// The ids that files in a directory are named after.
 fn ids_in<T: FromStr + Ord>(directory: &Path) -> io::Result<Vec<T>> {
-    let mut ids: Vec<T> = fs::read_dir(directory)?
-        .filter_map(|entry| T::from_str(entry.ok()?.path().file_stem()?.to_str()?).ok())
-        .collect();
+    let stems = stems_in(directory)?;
+    let own = |stem: &String| T::from_str(stem.split_once('.').map_or(stem.as_str(), |(id, _)| id)).ok();
+    let mut ids: Vec<T> = stems.iter().filter_map(own).collect();
     ids.sort_unstable();
     ids.dedup();
     Ok(ids)
+}
+
+/// The names of the files in a directory, without their endings.
+fn stems_in(directory: &Path) -> io::Result<Vec<String>> {
+    let stem = |entry: io::Result<fs::DirEntry>| Some(entry.ok()?.path().file_stem()?.to_str()?.to_owned());
+    Ok(fs::read_dir(directory)?.filter_map(stem).collect())
 }
 
 fn remove_files<const N: usize>(paths: [PathBuf; N]) -> io::Result<()> {

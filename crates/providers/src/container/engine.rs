@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bollard::errors::Error as BollardError;
-use bollard::models::{ContainerCreateBody, ContainerInspectResponse, SystemInfo};
+use bollard::models::{ContainerCreateBody, ContainerInspectResponse, ImageConfig, SystemInfo};
 use bollard::query_parameters::{
     AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, ListContainersOptionsBuilder,
     ListVolumesOptionsBuilder, RemoveContainerOptionsBuilder, StopContainerOptionsBuilder,
@@ -144,6 +144,12 @@ impl Engine {
     pub async fn image_id(&self, image: &str) -> Result<String, EngineError> {
         let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
         found.id.ok_or_else(|| EngineError::Other(format!("the image {image} has no id")))
+    }
+
+    /// What an image says of how it is run.
+    pub(crate) async fn image_config(&self, image: &str) -> Result<ImageConfig, EngineError> {
+        let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
+        Ok(found.config.unwrap_or_default())
     }
 
     /// Makes a container.
@@ -292,5 +298,13 @@ impl Engine {
         let options = ListVolumesOptionsBuilder::new().filters(&filters).build();
         let found = within(ASK, self.docker().await?.list_volumes(Some(options))).await?;
         Ok(found.volumes.unwrap_or_default().into_iter().map(|volume| volume.labels).collect())
+    }
+
+    /// Names of all volumes with this label.
+    pub(crate) async fn volume_names(&self, label: &str) -> Result<Vec<String>, EngineError> {
+        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
+        let options = ListVolumesOptionsBuilder::new().filters(&filters).build();
+        let found = within(ASK, self.docker().await?.list_volumes(Some(options))).await?;
+        Ok(found.volumes.unwrap_or_default().into_iter().map(|volume| volume.name).collect())
     }
 }

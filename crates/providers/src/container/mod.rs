@@ -1,6 +1,6 @@
 //! Containers on a Docker engine: on gVisor's runtime (`gvisor`), or on the engine's own (`docker`).
 //!
-//! A workspace is one container and one volume, both named `agent-workspace-{id}`. The container's first process is
+//! A workspace is one container and one volume, both named `agent-workspace-{id}`, and the named volumes it asks for. The container's first process is
 //! the guest agent, and the container's own standard input and output are the first channel to it: attached before
 //! the start, it costs nothing extra. When that channel breaks (a restart of the server or the engine), a new one is
 //! one long-lived `exec` of `emergent-guest connect`, which hands its streams to the agent. Tool calls never start
@@ -23,6 +23,11 @@ pub use provider::{ContainerOptions, ContainerProvider, GVISOR_MISSING, Runtime}
 pub(crate) const LABEL_INSTALLATION: &str = "emergent.installation";
 /// Names the workspace that a container or volume belongs to.
 pub(crate) const LABEL_WORKSPACE: &str = "emergent.workspace";
+
+/// A named volume of a workspace.
+pub(crate) fn volume_name_of(id: emergent_wire::WorkspaceId, volume: &str) -> String {
+    format!("{}-{volume}", name_of(id))
+}
 
 /// Container and volume of a workspace.
 pub(crate) fn name_of(id: emergent_wire::WorkspaceId) -> String {

@@ -17,7 +17,7 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{SnapshotId, WorkspaceId};
 
-use super::disk::Disks;
+use super::disk::{Disks, disk_of};
 use super::engine::{Engine, EngineError};
 use super::network::{Network, host_nameservers};
 use super::oom::{self, KillCounter};
@@ -26,7 +26,9 @@ use super::stream::Attached;
 use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
 use crate::error::ProviderError;
 use crate::guest_binary::InstalledGuest;
-use crate::sandbox::{Health, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure};
+use crate::sandbox::{
+    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure,
+};
 
 /// What is said when the engine can't run gVisor containers.
 pub const GVISOR_MISSING: &str = "gVisor runtime not available";
@@ -124,14 +126,13 @@ impl ContainerProvider {
         if spec.network == NetworkMode::Nat {
             self.network.ensure(&self.engine).await?;
         }
-        let device = self.disks.as_ref().ok().map(|disks| disks.device(spec.id));
         let host_cpus = self.host_cpus().await.map_err(|error| self.sort(&error, spec))?;
         let copied = self.copy_guest.load(Ordering::Relaxed);
         let around = Surroundings {
             installation: self.installation,
             runtime: (self.runtime == Runtime::Gvisor).then_some(RUNSC),
             guest: (!copied).then(|| self.guest.directory()),
-            device: device.as_deref(),
+            disks: self.disks.as_ref().ok(),
             network: &self.network.name,
             host_cpus,
         };
@@ -192,8 +193,15 @@ impl ContainerProvider {
         let Ok(disks) = self.disks.clone() else {
             return Ok(());
         };
-        let (id, size, snapshot) = (spec.id, spec.limits.disk, spec.snapshot);
-        on_disk("making the disk", move || disks.ensure(id, size, snapshot)).await
+        let (size, snapshot) = (spec.limits.disk, spec.snapshot);
+        let own = disk_of(spec.id, None);
+        let named: Vec<String> =
+            spec.volumes.iter().map(|volume| disk_of(spec.id, Some(&volume.name))).collect();
+        on_disk("making the disk", move || {
+            disks.ensure(&own, size, snapshot)?;
+            named.iter().try_for_each(|disk| disks.ensure(disk, size, None))
+        })
+        .await
     }
 
     /// The disks, which only they can be copied.
@@ -270,6 +278,19 @@ impl ContainerProvider {
         }
         if let Some(counter) = KillCounter::of(pid) {
             self.kill_counters().insert(id, counter);
+        }
+    }
+
+    async fn remove_volume(&self, name: &str) -> Result<(), ProviderError> {
+        match self.engine.remove_volume(name).await {
+            Ok(()) => Ok(()),
+            // Engines that were restarted under running containers (live-restore) may count mounts wrongly and keep the
+            // volume's entry until their next start. What was on it goes all the same, and recovery removes the entry.
+            Err(error) if self.disks.is_ok() && error.to_string().contains("volume has active mounts") => {
+                tracing::warn!(volume = name, "the engine keeps the entry of a volume whose disk is removed");
+                Ok(())
+            }
+            Err(error) => Err(ProviderError::failed("removing the volume", error)),
         }
     }
 
@@ -423,14 +444,11 @@ impl WorkspaceProvider for ContainerProvider {
             .await
             .map_err(|error| ProviderError::failed("removing the container", error))?;
         failpoint!("sandbox.container_removed");
-        match self.engine.remove_volume(&name).await {
-            Ok(()) => {}
-            // Engines that were restarted under running containers (live-restore) may count mounts wrongly and keep the
-            // volume's entry until their next start. What was on it goes all the same, and recovery removes the entry.
-            Err(error) if self.disks.is_ok() && error.to_string().contains("volume has active mounts") => {
-                tracing::warn!(volume = name, "the engine keeps the entry of a volume whose disk is removed");
-            }
-            Err(error) => return Err(ProviderError::failed("removing the volume", error)),
+        self.remove_volume(&name).await?;
+        let label = format!("{LABEL_WORKSPACE}={id}");
+        let named = self.engine.volume_names(&label).await;
+        for volume in named.map_err(|error| ProviderError::failed("listing volumes", error))? {
+            self.remove_volume(&volume).await?;
         }
         failpoint!("sandbox.volume_removed");
         if let Ok(disks) = self.disks.clone() {
@@ -470,6 +488,12 @@ impl WorkspaceProvider for ContainerProvider {
         }
         let channel = self.launch(spec).await?;
         Ok(self.sandbox(spec, channel).await)
+    }
+
+    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let removed = self.engine.remove(&name_of(spec.id)).await;
+        removed.map_err(|error| ProviderError::failed("removing the container", error))?;
+        self.resume(spec).await
     }
 
     async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
@@ -532,6 +556,21 @@ impl WorkspaceProvider for ContainerProvider {
             Err(EngineError::NotFound(_)) => Err(no_image(image)),
             Err(error) => Err(ProviderError::Unavailable(error.to_string())),
         }
+    }
+
+    async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError> {
+        let config = match self.engine.image_config(image).await {
+            Ok(config) => config,
+            Err(EngineError::NotFound(_)) => return Err(no_image(image)),
+            Err(error) => return Err(ProviderError::Unavailable(error.to_string())),
+        };
+        let given = |text: Option<String>| text.filter(|text| !text.is_empty());
+        Ok(ImageProgram {
+            entrypoint: config.entrypoint.unwrap_or_default(),
+            arguments: config.cmd.unwrap_or_default(),
+            directory: given(config.working_dir),
+            user: given(config.user),
+        })
     }
 
     async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {

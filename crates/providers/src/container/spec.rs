@@ -12,7 +12,8 @@ use emergent_wire::id::InstallationId;
 use emergent_wire::tools::WORKSPACE_DIR;
 use emergent_wire::workspace::NetworkMode;
 
-use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
+use super::disk::{Disks, disk_of};
+use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of, volume_name_of};
 use crate::sandbox::SandboxSpec;
 
 /// Where our binaries are inside a sandbox.
@@ -32,8 +33,8 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) runtime: Option<&'a str>,
     /// The directory of our binaries on the engine's host; none when they are copied in.
     pub(crate) guest: Option<&'a Path>,
-    /// The device with the workspace's files; none for an ordinary volume.
-    pub(crate) device: Option<&'a Path>,
+    /// The disks that volumes are on; none for ordinary volumes.
+    pub(crate) disks: Option<&'a Disks>,
     /// The network of this installation.
     pub(crate) network: &'a str,
     /// CPUs the engine has.
@@ -63,7 +64,7 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         security_opt: Some(vec!["no-new-privileges".to_owned()]),
         cap_drop: Some(vec!["ALL".to_owned()]),
         cap_add: Some(CAPABILITIES.iter().map(|name| (*name).to_owned()).collect()),
-        mounts: Some(mounts(spec.id, &labels, around)),
+        mounts: Some(mounts(spec, &labels, around)),
         network_mode: Some(match spec.network {
             NetworkMode::Nat => around.network.to_owned(),
             NetworkMode::Isolated => "none".to_owned(),
@@ -101,27 +102,13 @@ fn small_stack() -> ResourcesUlimits {
     ResourcesUlimits { name: Some("stack".to_owned()), soft: Some(128 << 10), hard: Some(-1) }
 }
 
-fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
-    let driver = around.device.map(|device| MountVolumeOptionsDriverConfig {
-        name: Some("local".to_owned()),
-        options: Some(HashMap::from([
-            ("type".to_owned(), "ext4".to_owned()),
-            ("device".to_owned(), device.to_string_lossy().into_owned()),
-            ("o".to_owned(), "noatime,discard,nosuid,nodev".to_owned()),
-        ])),
+fn mounts(spec: &SandboxSpec, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
+    let device = |disk: &str| around.disks.map(|disks| disks.device(disk));
+    let own = volume(name_of(spec.id), WORKSPACE_DIR, device(&disk_of(spec.id, None)).as_deref(), labels);
+    let named = spec.volumes.iter().map(|named| {
+        let disk = disk_of(spec.id, Some(&named.name));
+        volume(volume_name_of(spec.id, &named.name), &named.path, device(&disk).as_deref(), labels)
     });
-    let workspace = Mount {
-        typ: Some(MountType::VOLUME),
-        source: Some(name_of(id)),
-        target: Some(WORKSPACE_DIR.to_owned()),
-        volume_options: Some(MountVolumeOptions {
-            no_copy: Some(true),
-            labels: Some(labels.clone()),
-            driver_config: driver,
-            subpath: None,
-        }),
-        ..Mount::default()
-    };
     let guest = around.guest.map(|path| Mount {
         typ: Some(MountType::BIND),
         source: Some(path.to_string_lossy().into_owned()),
@@ -129,7 +116,31 @@ fn mounts(id: WorkspaceId, labels: &HashMap<String, String>, around: &Surroundin
         read_only: Some(true),
         ..Mount::default()
     });
-    std::iter::once(workspace).chain(guest).collect()
+    std::iter::once(own).chain(named).chain(guest).collect()
+}
+
+/// A volume on a device of its own, or an ordinary one.
+fn volume(name: String, target: &str, device: Option<&Path>, labels: &HashMap<String, String>) -> Mount {
+    let driver = device.map(|device| MountVolumeOptionsDriverConfig {
+        name: Some("local".to_owned()),
+        options: Some(HashMap::from([
+            ("type".to_owned(), "ext4".to_owned()),
+            ("device".to_owned(), device.to_string_lossy().into_owned()),
+            ("o".to_owned(), "noatime,discard,nosuid,nodev".to_owned()),
+        ])),
+    });
+    Mount {
+        typ: Some(MountType::VOLUME),
+        source: Some(name),
+        target: Some(target.to_owned()),
+        volume_options: Some(MountVolumeOptions {
+            no_copy: Some(true),
+            labels: Some(labels.clone()),
+            driver_config: driver,
+            subpath: None,
+        }),
+        ..Mount::default()
+    }
 }
 
 #[cfg(test)]
@@ -147,6 +158,7 @@ mod tests {
             limits,
             network,
             snapshot: None,
+            volumes: Vec::new(),
             configuration: Some(Configuration {
                 environment: [("SECRET".to_owned(), "hunter2".to_owned())].into(),
                 ..Configuration::default()
@@ -159,7 +171,7 @@ mod tests {
             installation,
             runtime: Some("runsc"),
             guest: Some(Path::new("/guest")),
-            device: Some(Path::new("/dev/loop9")),
+            disks: None,
             network: "net",
             host_cpus: 2,
         }

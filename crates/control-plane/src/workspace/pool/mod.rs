@@ -421,6 +421,7 @@ fn spare_spec(id: WorkspaceId, shape: &Shape) -> SandboxSpec {
         limits: shape.limits,
         network: shape.network,
         snapshot: None,
+        volumes: Vec::new(),
         configuration: Some(Configuration::default()),
     }
 }

@@ -1,0 +1,216 @@
+//! Hosted MCP servers: register, list, get, remove, restart, call, logs. All addresses take a server's id or its name.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use emergent_wire::error::ErrorBody;
+use emergent_wire::mcp::{MAX_TIMEOUT_MS, McpLogLine, McpLogs, McpServer, McpServerList, RegisterMcpServer};
+use emergent_wire::{ErrorCode, WorkspaceId};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+use utoipa::{IntoParams, ToSchema};
+
+use super::App;
+use super::error::ApiError;
+use super::extract::{Body, Params};
+use super::stream::KEEP_ALIVE;
+use super::summary::Summarize;
+use super::workspaces::finish;
+use crate::mcp::log_line;
+
+/// Lines of a log when the caller does not say.
+const DEFAULT_LINES: usize = 200;
+
+/// Register an MCP server and start it.
+///
+/// Answers when the server is ready, or when it has shown that it is not: `status` and `last_exit` say so. A server that
+/// does not start stays registered, and is started again as its restart policy says.
+#[utoipa::path(post, path = "/api/v1/mcp/servers", tag = "mcp", request_body = RegisterMcpServer,
+    responses((status = 201, body = McpServer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn register(
+    State(app): State<App>,
+    Body(request): Body<RegisterMcpServer>,
+) -> Result<(StatusCode, Json<McpServer>), ApiError> {
+    // In a task of its own: a client that goes away must not leave a half-made server.
+    let server = finish(tokio::spawn(async move { app.mcp.register(request).await })).await?;
+    Ok((StatusCode::CREATED, Json(server)))
+}
+
+/// List MCP servers, oldest first.
+#[utoipa::path(get, path = "/api/v1/mcp/servers", tag = "mcp",
+    responses((status = 200, body = McpServerList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn list(State(app): State<App>) -> Result<Json<McpServerList>, ApiError> {
+    Ok(Json(app.mcp.list().await?))
+}
+
+/// Get one MCP server.
+#[utoipa::path(get, path = "/api/v1/mcp/servers/{id}", tag = "mcp",
+    params(("id" = String, Path, description = "Id or name")),
+    responses((status = 200, body = McpServer), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn get(State(app): State<App>, Path(id): Path<String>) -> Result<Json<McpServer>, ApiError> {
+    let id = app.mcp.find(&id).await?.workspace.id;
+    Ok(Json(app.mcp.get(id).await?))
+}
+
+/// An MCP server is gone.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Removed {
+    /// Its id.
+    id: WorkspaceId,
+    /// Always true: a failure is an error.
+    removed: bool,
+}
+
+/// Stop an MCP server and remove it with all its files.
+#[utoipa::path(delete, path = "/api/v1/mcp/servers/{id}", tag = "mcp",
+    params(("id" = String, Path, description = "Id or name")),
+    responses((status = 200, body = Removed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn remove(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<Json<Removed>, ApiError> {
+    let id = app.mcp.find(&id).await?.workspace.id;
+    finish(tokio::spawn(async move { app.mcp.remove(id).await })).await?;
+    Ok(Json(Removed { id, removed: true }))
+}
+
+/// Restart an MCP server in a new container, on the files it has.
+///
+/// Its process has 10 s to end. What was counted against it is forgotten.
+#[utoipa::path(post, path = "/api/v1/mcp/servers/{id}/restart", tag = "mcp",
+    params(("id" = String, Path, description = "Id or name")),
+    responses((status = 200, body = McpServer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn restart(
+    State(app): State<App>,
+    Path(id): Path<String>,
+) -> Result<Json<McpServer>, ApiError> {
+    let id = app.mcp.find(&id).await?.workspace.id;
+    finish(tokio::spawn(async move { app.mcp.restart(id).await })).await.map(Json)
+}
+
+/// Calls a method.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct CallRequest {
+    /// The method, such as `tools/call`.
+    method: String,
+    /// Its parameters, as the server takes them.
+    #[schema(value_type = Option<Object>)]
+    params: Option<Box<RawValue>>,
+    /// How long it may take; the server's own time-out unless given.
+    timeout_ms: Option<u64>,
+}
+
+impl Summarize for CallRequest {
+    fn summary(&self) -> Value {
+        let method: String = self.method.chars().take(100).collect();
+        // The name of the tool, never its arguments.
+        let name = self.params.as_ref().and_then(|params| {
+            let name = serde_json::from_str::<Value>(params.get()).ok()?.get("name")?.as_str()?.to_owned();
+            Some(name.chars().take(100).collect::<String>())
+        });
+        json!({ "method": method, "name": name })
+    }
+}
+
+/// What the server answered: a result or an error.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct CallAnswer {
+    /// The result, as the server gave it.
+    #[schema(value_type = Option<Object>)]
+    result: Option<Box<RawValue>>,
+    /// The error, with the server's code and message.
+    #[schema(value_type = Option<Object>)]
+    error: Option<Box<RawValue>>,
+}
+
+/// Call a method of an MCP server.
+///
+/// A time-out cancels the call and leaves the server running.
+#[utoipa::path(post, path = "/api/v1/mcp/servers/{id}/call", tag = "mcp", request_body = CallRequest,
+    params(("id" = String, Path, description = "Id or name")),
+    responses((status = 200, body = CallAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn call(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    Body(request): Body<CallRequest>,
+) -> Result<Json<CallAnswer>, ApiError> {
+    if request.timeout_ms.is_some_and(|timeout| !(1..=MAX_TIMEOUT_MS).contains(&timeout)) {
+        let message = format!("timeout_ms must be from 1 to {MAX_TIMEOUT_MS}");
+        return Err(ApiError::new(ErrorCode::BadRequest, message));
+    }
+    if request.method.is_empty() || request.method.len() > 200 {
+        return Err(ApiError::new(ErrorCode::BadRequest, "method is empty or over 200 bytes"));
+    }
+    let id = app.mcp.id_of(&id).await?;
+    let within = request.timeout_ms.map(Duration::from_millis);
+    let hosted = app.mcp.hosted(id)?;
+    let answer = app.mcp.call(&hosted, &request.method, request.params.as_deref(), within).await?;
+    Ok(Json(CallAnswer { result: answer.result, error: answer.error }))
+}
+
+/// Which lines.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct LogParams {
+    /// So many of the last lines; 200 unless given.
+    tail: Option<usize>,
+    /// Stay, and send lines as they come.
+    follow: Option<bool>,
+}
+
+/// What an MCP server wrote to standard error, and what happened to it.
+///
+/// The last 2,000 lines are kept while this server runs. With `follow`, lines come as server-sent events, each with its
+/// number as its id.
+#[utoipa::path(get, path = "/api/v1/mcp/servers/{id}/logs", tag = "mcp",
+    params(("id" = String, Path, description = "Id or name"), LogParams),
+    responses((status = 200, body = McpLogs), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn logs(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Params(params): Params<LogParams>,
+) -> Result<Response, ApiError> {
+    let id = app.mcp.id_of(&id).await?;
+    let hosted = app.mcp.hosted(id)?;
+    let tail = params.tail.unwrap_or(DEFAULT_LINES);
+    if !params.follow.unwrap_or(false) {
+        let lines = hosted.journal.after(0, tail).into_iter().map(log_line).collect();
+        return Ok(Json(McpLogs { lines }).into_response());
+    }
+    let after = headers.get("last-event-id").and_then(|id| id.to_str().ok()?.parse().ok());
+    let known = hosted.journal.after(after.unwrap_or(0), after.map_or(tail, |_| usize::MAX));
+    let seen = known.last().map_or(after.unwrap_or(0), |entry| entry.number);
+    let watch = hosted.journal.watch();
+    let known: Vec<McpLogLine> = known.into_iter().map(log_line).collect();
+    let state = (hosted, watch, known.into_iter(), seen);
+    let events = futures_util::stream::unfold(state, |(hosted, mut watch, mut lines, mut seen)| async move {
+        loop {
+            if let Some(line) = lines.next() {
+                let data = serde_json::to_string(&line).unwrap_or_default();
+                let event = SseEvent::default().event("log").id(line.number.to_string()).data(data);
+                return Some((Ok::<_, Infallible>(event), (hosted, watch, lines, seen)));
+            }
+            let fresh = hosted.journal.after(seen, usize::MAX);
+            if fresh.is_empty() {
+                tokio::select! {
+                    changed = watch.changed() => changed.ok()?,
+                    () = hosted.gone() => return None,
+                }
+                continue;
+            }
+            seen = fresh.last().map_or(seen, |entry| entry.number);
+            let fresh: Vec<McpLogLine> = fresh.into_iter().map(log_line).collect();
+            lines = fresh.into_iter();
+        }
+    });
+    Ok(Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response())
+}

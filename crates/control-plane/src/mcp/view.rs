@@ -1,0 +1,82 @@
+//! A server as callers see it: its row, and what its supervisor knows.
+
+use emergent_mcp_bridge::journal::Entry;
+use emergent_store::WorkspaceRecord;
+use emergent_wire::ErrorDetail;
+use emergent_wire::mcp::{McpConfig, McpLogLine, McpLogSource, McpServer, McpStatus};
+use emergent_wire::workspace::WorkspaceStatus;
+
+use super::McpHost;
+use super::hosted::config_of;
+
+impl McpHost {
+    /// A server as callers see it.
+    pub(super) fn view(&self, record: &WorkspaceRecord) -> Result<McpServer, ErrorDetail> {
+        let McpConfig {
+            command,
+            args,
+            stdio_bridge,
+            port,
+            path,
+            mode,
+            restart_policy,
+            volumes,
+            timeout_ms,
+            environment,
+        } = config_of(record)?;
+        let workspace = &record.workspace;
+        let hosted = self.servers().get(&workspace.id).cloned();
+        let standing = hosted.as_ref().map(|hosted| hosted.standing());
+        let status = match (workspace.status, &standing) {
+            (WorkspaceStatus::Destroying, _) => McpStatus::Removing,
+            (_, Some(standing)) => standing.status,
+            (_, None) => McpStatus::Starting,
+        };
+        let (pending, _) = hosted.as_ref().map(|hosted| hosted.bridge.load()).unwrap_or_default();
+        let initialized = hosted.as_ref().and_then(|hosted| hosted.bridge.initialized());
+        let warnings = workspace.metadata.get("warnings").cloned().unwrap_or_default();
+        Ok(McpServer {
+            id: workspace.id,
+            name: record.name.clone().unwrap_or_default(),
+            status,
+            container_type: workspace.container_type,
+            lifecycle: workspace.lifecycle,
+            created_at: workspace.created_at,
+            expires_at: workspace.expires_at,
+            image: record.image.clone(),
+            command,
+            args,
+            stdio_bridge,
+            port,
+            path,
+            mode,
+            restart_policy,
+            environment,
+            volumes,
+            resource_limits: workspace.resource_limits,
+            network: record.network,
+            timeout_ms,
+            provider: workspace.provider,
+            provider_workspace_id: workspace.provider_workspace_id.clone(),
+            placement: workspace.placement.clone(),
+            warnings: serde_json::from_value(warnings).unwrap_or_default(),
+            endpoint: format!("/api/v1/mcp/servers/{}/mcp", workspace.id),
+            started_at: standing.as_ref().and_then(|standing| standing.started_at),
+            restarts: standing.as_ref().map_or(0, |standing| standing.restarts),
+            recent_crashes: standing.as_ref().map_or(0, |standing| standing.recent_crashes),
+            next_restart_at: standing.as_ref().and_then(|standing| standing.next_restart_at),
+            last_exit: standing.as_ref().and_then(|standing| standing.last_exit.clone()),
+            error: standing.and_then(|standing| standing.error).or_else(|| record.error.clone()),
+            pending_calls: pending as u64,
+            sessions: 0,
+            initialize_result: initialized.and_then(|own| serde_json::from_str(own.result.get()).ok()),
+            usage: None,
+        })
+    }
+}
+
+/// A line of a server's log.
+pub(crate) fn log_line(entry: Entry) -> McpLogLine {
+    let source = if entry.is_note { McpLogSource::Supervisor } else { McpLogSource::Stderr };
+    McpLogLine { number: entry.number, source, text: entry.text }
+}

@@ -1,0 +1,119 @@
+//! Runs a server for the host: what the host sends goes to its standard input, what it prints goes to the host as it
+//! comes. It lives as long as the call: when the call is cancelled or its channel ends, the server and everything it
+//! started are ended (end of input and SIGTERM, 5 s, SIGKILL). When it ends by itself, what it started goes with it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use emergent_guest_protocol::{ServeAnswer, ServeCall};
+use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::agent::Agent;
+use crate::bash::{self, Live};
+use crate::call::Call;
+use crate::command::{self, Started};
+use crate::memory::OomCheck;
+use crate::spawn::Input;
+use crate::user::{self, User};
+use crate::{family, workers};
+
+/// Runs a server to its end.
+pub(crate) fn run(
+    agent: &Arc<Agent>,
+    call: &Arc<Call>,
+    message: &ServeCall,
+) -> Result<ServeAnswer, ErrorDetail> {
+    let refused = |error: std::io::Error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string());
+    let wake = call.wake().map_err(refused)?;
+    let oom = OomCheck::begin(&agent.memory);
+    let mut started = start(agent, message)?;
+    let (pid, tag) = (started.pid, started.tag.clone());
+    if let Some(stdin) = started.stdin.take() {
+        let fed = Arc::clone(call);
+        if !workers::spawn_thread("serve", move || feed(&fed, stdin)) {
+            // Without input it is of no use: it is ended below.
+            call.cancel();
+        }
+    }
+    let mut sink = Live::new(call);
+    let outcome = started.run(&mut sink, None, &call.cancelled, &wake, &agent.drain);
+    family::kill(&tag);
+    sink.finish()?;
+    // Whoever still waits for input need not.
+    call.cancel();
+    let (exit_code, signal) = bash::describe_end(outcome.ended, outcome.stopped);
+    Ok(ServeAnswer {
+        exit_code,
+        signal,
+        oom_killed: oom.victim(&agent.memory, pid, &tag).is_some(),
+        duration_ms: u64::try_from(outcome.duration.as_millis()).unwrap_or(u64::MAX),
+    })
+}
+
+/// Hands input to the server until there is no more, or nobody to take it.
+fn feed(call: &Call, stdin: OwnedFd) {
+    let mut stdin = File::from(stdin);
+    while let Ok(Some(bytes)) = call.next_input() {
+        if stdin.write_all(&bytes).is_err() {
+            return;
+        }
+    }
+}
+
+fn start(agent: &Arc<Agent>, message: &ServeCall) -> Result<Started, ErrorDetail> {
+    let bad = |text: String| ErrorDetail::new(ErrorCode::Unacceptable, text);
+    let (name, arguments) =
+        message.command.split_first().ok_or_else(|| bad("there is no command to run".to_owned()))?;
+    let user = message.user.as_deref().map(User::find).transpose().map_err(bad)?.unwrap_or_default();
+    message.owned.iter().for_each(|directory| user.own(Path::new(directory)));
+    let environment = environment(agent, message, &user);
+    let directory = PathBuf::from(message.directory.as_deref().unwrap_or(WORKSPACE_DIR));
+    // An image's directory need not be there.
+    let _ = std::fs::create_dir_all(&directory);
+    let program = find_program(name, &directory, &environment)
+        .ok_or_else(|| bad(format!("'{name}' is not in the image: it can't be run")))?;
+    let program = program.to_string_lossy().into_owned();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let start = |path: &Path, arguments: &[&str]| {
+        command::start(&agent.reaper, path, arguments, &directory, &environment, Input::Pipe)
+    };
+    let started = if user.is_root() {
+        start(Path::new(&program), &arguments)
+    } else {
+        let ids = user.ids();
+        let all: Vec<&str> = [user::RUN_AS, &ids, &program].into_iter().chain(arguments).collect();
+        std::env::current_exe().and_then(|own| start(&own, &all))
+    };
+    started.map_err(|error| bad(format!("'{name}' can't be run: {error}")))
+}
+
+/// The image's variables, those of its user, those of the server.
+fn environment(agent: &Agent, message: &ServeCall, user: &User) -> BTreeMap<String, String> {
+    let mut environment = agent.environment();
+    if !user.is_root() {
+        environment.insert("USER".to_owned(), user.name.clone());
+        if std::env::var_os("HOME").is_none_or(|home| home == "/root") {
+            environment.insert("HOME".to_owned(), user.home.clone());
+        }
+    }
+    environment.extend(message.environment.clone());
+    environment
+}
+
+/// A program as a shell would find it.
+fn find_program(name: &str, directory: &Path, environment: &BTreeMap<String, String>) -> Option<PathBuf> {
+    if name.contains('/') {
+        let path = directory.join(name);
+        return path.is_file().then_some(path);
+    }
+    let path = environment.get("PATH").map_or("", String::as_str);
+    path.split(':').filter(|part| !part.is_empty()).map(|part| Path::new(part).join(name)).find(|path| {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::metadata(path).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+    })
+}

@@ -1,0 +1,88 @@
+//! A connection to a port of the sandbox, through the channel: so a server is reached that listens on its loopback
+//! address, or has no network at all, and by nobody but the host.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use emergent_guest_protocol::{ConnectCall, Kind};
+use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::call::{Call, cancelled};
+use crate::workers;
+
+/// How often it is tried while nobody listens: there is no telling when somebody does.
+const TRY_EVERY: Duration = Duration::from_millis(50);
+/// Somebody who listens answers at once.
+const CONNECT_TIME: Duration = Duration::from_secs(2);
+/// How much is read at once; a thread's stack is small.
+const READ_BYTES: usize = 16 * 1024;
+
+/// Carries bytes both ways until both ends are done, or the call is cancelled.
+pub(crate) fn run(call: &Arc<Call>, message: &ConnectCall) -> Result<(), ErrorDetail> {
+    let mut socket = connect(call, message)?;
+    if message.probe {
+        return Ok(());
+    }
+    let _ = socket.set_nodelay(true);
+    let lost = |error: std::io::Error| ErrorDetail::new(ErrorCode::Unavailable, error.to_string());
+    let sending = socket.try_clone().map_err(lost)?;
+    let fed = Arc::clone(call);
+    if !workers::spawn_thread("tunnel", move || send_input(&fed, sending)) {
+        return Err(ErrorDetail::new(ErrorCode::LimitReached, "the sandbox can't start another thread"));
+    }
+    let mut buffer = vec![0; READ_BYTES];
+    let result = loop {
+        match socket.read(&mut buffer) {
+            Ok(0) => break Ok(()),
+            Ok(length) => {
+                if let Err(error) = call.send_data(Kind::Stdout, &buffer[..length]) {
+                    break Err(error);
+                }
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => break Err(lost(error)),
+        }
+    };
+    // Whoever still waits for input need not.
+    call.cancel();
+    result
+}
+
+fn connect(call: &Call, message: &ConnectCall) -> Result<TcpStream, ErrorDetail> {
+    let deadline = Instant::now() + Duration::from_millis(message.wait_ms);
+    let addresses: [SocketAddr; 2] =
+        [(Ipv4Addr::LOCALHOST, message.port).into(), (Ipv6Addr::LOCALHOST, message.port).into()];
+    loop {
+        let connected = addresses.iter().find_map(|to| TcpStream::connect_timeout(to, CONNECT_TIME).ok());
+        if let Some(socket) = connected {
+            return Ok(socket);
+        }
+        if call.is_cancelled() {
+            return Err(cancelled());
+        }
+        if Instant::now() >= deadline {
+            let message = format!("nobody listens on port {} of the sandbox", message.port);
+            return Err(ErrorDetail::new(ErrorCode::Unavailable, message));
+        }
+        std::thread::sleep(TRY_EVERY);
+    }
+}
+
+/// Sends what the host sends. When the host is done or gone, the other end is told.
+fn send_input(call: &Call, mut socket: TcpStream) {
+    let how = loop {
+        match call.next_input() {
+            Ok(Some(bytes)) => {
+                if socket.write_all(&bytes).is_err() {
+                    break Shutdown::Both;
+                }
+            }
+            Ok(None) => break Shutdown::Write,
+            Err(_) => break Shutdown::Both,
+        }
+    };
+    let _ = socket.shutdown(how);
+    // A cancelled call ends the reading side too; one whose input ended goes on reading.
+}

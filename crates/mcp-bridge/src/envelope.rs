@@ -1,0 +1,342 @@
+//! JSON-RPC messages as they are: the members of the outermost object, in their order, each as raw text.
+//!
+//! A message is forwarded by writing its members again with one or two of them replaced. So whatever the bridge does not
+//! know (fields of later versions, numbers of any form, their order) arrives as it was sent.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::Deserializer;
+use serde::de::{MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+/// The members of an object, in order.
+#[derive(Clone, Debug)]
+pub struct Members<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+
+impl<'de> serde::Deserialize<'de> for Members<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Members<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members<'de>, A::Error> {
+                let mut members = Vec::with_capacity(4);
+                while let Some(Key(name)) = map.next_key()? {
+                    members.push((name, map.next_value()?));
+                }
+                Ok(Members(members))
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
+}
+
+/// A member's name, borrowed where it has no escapes.
+#[derive(serde::Deserialize)]
+struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+
+impl<'a> Members<'a> {
+    /// The members of this object; none when it is none.
+    pub fn of(raw: &'a str) -> Option<Self> {
+        serde_json::from_str(raw).ok()
+    }
+
+    /// A member's text. The last one wins where there are several, as with most parsers.
+    pub fn get(&self, name: &str) -> Option<&'a str> {
+        self.0.iter().rev().find(|(own, _)| own == name).map(|(_, value)| value.get())
+    }
+
+    /// A member that is a text.
+    pub fn text(&self, name: &str) -> Option<String> {
+        serde_json::from_str(self.get(name)?).ok()
+    }
+
+    /// The object with some members replaced.
+    pub fn with(&self, replaced: &[(&str, &str)]) -> String {
+        let mut out = String::with_capacity(256);
+        self.write(&mut out, replaced);
+        out
+    }
+
+    fn write(&self, out: &mut String, replaced: &[(&str, &str)]) {
+        out.push('{');
+        for (index, (name, value)) in self.0.iter().enumerate() {
+            if index > 0 {
+                out.push(',');
+            }
+            out.push_str(&serde_json::Value::from(name.as_ref()).to_string());
+            out.push(':');
+            let new = replaced.iter().find(|(own, _)| own == name).map(|(_, value)| *value);
+            push_line(out, new.unwrap_or(value.get()));
+        }
+        out.push('}');
+    }
+}
+
+/// What a message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It wants an answer.
+    Request,
+    /// It wants none.
+    Notification,
+    /// It is one.
+    Response,
+}
+
+/// A message that is JSON-RPC.
+#[derive(Clone, Debug)]
+pub struct Message<'a> {
+    /// Its members.
+    pub members: Members<'a>,
+    /// What it is.
+    pub kind: Kind,
+    /// The method of a request or notification.
+    pub method: Option<String>,
+}
+
+/// Not a message of JSON-RPC 2.0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadMessage {
+    /// Not JSON.
+    #[error("the message is not JSON")]
+    NotJson,
+    /// JSON, but no message.
+    #[error("the message is not a JSON-RPC 2.0 request, notification or response")]
+    NotRpc,
+}
+
+impl BadMessage {
+    /// Its code in JSON-RPC.
+    pub const fn code(self) -> i64 {
+        match self {
+            BadMessage::NotJson => codes::PARSE_ERROR,
+            BadMessage::NotRpc => codes::INVALID_REQUEST,
+        }
+    }
+}
+
+/// Codes of JSON-RPC errors.
+pub mod codes {
+    /// Not JSON.
+    pub const PARSE_ERROR: i64 = -32700;
+    /// Not a request.
+    pub const INVALID_REQUEST: i64 = -32600;
+    /// No such method.
+    pub const METHOD_NOT_FOUND: i64 = -32601;
+    /// A fault of the receiver.
+    pub const INTERNAL_ERROR: i64 = -32603;
+    /// The process ended, or is not there.
+    pub const SERVER_GONE: i64 = -32000;
+    /// No answer in time.
+    pub const TIMED_OUT: i64 = -32001;
+}
+
+impl<'a> Message<'a> {
+    /// Reads a message.
+    pub fn parse(text: &'a str) -> Result<Self, BadMessage> {
+        let members = serde_json::from_str::<Members<'a>>(text)
+            .map_err(|error| if error.is_data() { BadMessage::NotRpc } else { BadMessage::NotJson })?;
+        if members.get("jsonrpc") != Some("\"2.0\"") {
+            return Err(BadMessage::NotRpc);
+        }
+        let method = members.text("method");
+        let has_id = members.get("id").is_some_and(|id| id != "null");
+        let is_answer = members.get("result").is_some() || members.get("error").is_some();
+        let kind = match (&method, has_id) {
+            (Some(_), true) => Kind::Request,
+            (Some(_), false) if members.get("id").is_none() => Kind::Notification,
+            (None, _) if is_answer && members.get("id").is_some() && members.get("method").is_none() => {
+                Kind::Response
+            }
+            _ => return Err(BadMessage::NotRpc),
+        };
+        if kind == Kind::Request && Id::of(members.get("id").unwrap_or_default()).is_none() {
+            return Err(BadMessage::NotRpc);
+        }
+        Ok(Self { members, kind, method })
+    }
+
+    /// Its id, as it is written.
+    pub fn raw_id(&self) -> Option<&'a str> {
+        self.members.get("id")
+    }
+
+    /// Its id.
+    pub fn id(&self) -> Option<Id> {
+        Id::of(self.raw_id()?)
+    }
+
+    /// Its parameters.
+    pub fn params(&self) -> Option<&'a str> {
+        self.members.get("params")
+    }
+
+    /// A member of its parameters.
+    pub fn param(&self, name: &str) -> Option<&'a str> {
+        Members::of(self.params()?)?.get(name)
+    }
+
+    /// The token that its sender wants to hear of progress under: `params._meta.progressToken`.
+    pub fn progress_token(&self) -> Option<&'a str> {
+        Members::of(self.param("_meta")?)?.get("progressToken")
+    }
+
+    /// The message on one line, with some members replaced. Without the end of the line.
+    pub fn to_line(&self, replaced: &[(&str, &str)]) -> String {
+        self.members.with(replaced)
+    }
+
+    /// Its parameters with another progress token.
+    pub fn params_with_progress_token(&self, token: &str) -> Option<String> {
+        let params = Members::of(self.params()?)?;
+        let meta = Members::of(params.get("_meta")?)?;
+        meta.get("progressToken")?;
+        Some(params.with(&[("_meta", &meta.with(&[("progressToken", token)]))]))
+    }
+
+    /// Its parameters with one member replaced.
+    pub fn params_with(&self, name: &str, value: &str) -> Option<String> {
+        Some(Members::of(self.params()?)?.with(&[(name, value)]))
+    }
+}
+
+/// A request's id: the same however it is written.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Id {
+    /// A number, as it is written.
+    Number(String),
+    /// A text.
+    Text(String),
+}
+
+impl Id {
+    /// The id in this text; none when it is neither a number nor a string.
+    pub fn of(raw: &str) -> Option<Self> {
+        match raw.as_bytes().first()? {
+            b'"' => serde_json::from_str(raw).ok().map(Id::Text),
+            b'-' | b'0'..=b'9' => Some(Id::Number(raw.to_owned())),
+            _ => None,
+        }
+    }
+
+    /// One of the bridge's own ids.
+    pub fn as_own(&self) -> Option<u64> {
+        match self {
+            Id::Number(text) => text.parse().ok(),
+            Id::Text(_) => None,
+        }
+    }
+}
+
+/// Appends JSON without the ends of lines that it may have between its tokens: a line is a message.
+fn push_line(out: &mut String, json: &str) {
+    if !json.bytes().any(|byte| byte == b'\n' || byte == b'\r') {
+        out.push_str(json);
+        return;
+    }
+    // Inside strings they are escaped.
+    out.extend(json.chars().filter(|c| !matches!(c, '\n' | '\r')));
+}
+
+/// An answer with this result.
+pub fn result_line(id: &str, result: &str) -> String {
+    let mut line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":");
+    push_line(&mut line, result);
+    line.push('}');
+    line
+}
+
+/// An answer with an error.
+pub fn error_line(id: &str, code: i64, message: &str) -> String {
+    let message = serde_json::Value::from(message);
+    format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"error\":{{\"code\":{code},\"message\":{message}}}}}")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn whatever_is_not_replaced_arrives_as_it_was_sent() {
+        let text = r#"{ "id": 7, "x-unknown": [1.0, 1e400, 12345678901234567890],
+            "jsonrpc":"2.0","method":"tools/call",
+            "params": {"z":1,"_meta":{"b":1,"progressToken":"p","a":1.10},"name":"\u0061\n"}}"#;
+        let message = Message::parse(text).unwrap();
+        assert_eq!((message.kind, message.progress_token()), (Kind::Request, Some("\"p\"")));
+        let params = message.params_with_progress_token("12").unwrap();
+        let line = message.to_line(&[("id", "12"), ("params", &params)]);
+        assert_eq!(
+            line,
+            concat!(
+                r#"{"id":12,"x-unknown":[1.0, 1e400, 12345678901234567890],"jsonrpc":"2.0","method":"tools/call","#,
+                r#""params":{"z":1,"_meta":{"b":1,"progressToken":12,"a":1.10},"name":"\u0061\n"}}"#
+            )
+        );
+    }
+
+    #[test]
+    fn messages_are_told_apart() {
+        let kind = |text: &str| Message::parse(text).map(|message| message.kind);
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":"a","method":"ping"}"#), Ok(Kind::Request));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","method":"x"}"#), Ok(Kind::Notification));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":1,"result":{}}"#), Ok(Kind::Response));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":null,"error":{}}"#), Ok(Kind::Response));
+        for bad in [
+            r#"{"id":1,"method":"ping"}"#,
+            r#"{"jsonrpc":"1.0","id":1,"method":"ping"}"#,
+            r#"{"jsonrpc":"2.0","id":{},"method":"ping"}"#,
+            r#"{"jsonrpc":"2.0","id":null,"method":"ping"}"#,
+            r#"{"jsonrpc":"2.0","id":1,"method":5}"#,
+            r#"{"jsonrpc":"2.0","id":1}"#,
+            "[]",
+            "17",
+        ] {
+            assert_eq!(kind(bad), Err(BadMessage::NotRpc), "{bad}");
+        }
+        for bad in ["", "hello", "{", r#"{"jsonrpc":"2.0""#, "{}}"] {
+            assert_eq!(kind(bad), Err(BadMessage::NotJson), "{bad}");
+        }
+    }
+
+    fn json() -> impl Strategy<Value = Value> {
+        let leaf = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            "[ \\n\\r\"\\\\a-zé]{0,8}".prop_map(Value::from),
+        ];
+        leaf.prop_recursive(3, 24, 4, |inner| {
+            prop_oneof![
+                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
+                prop::collection::btree_map("[a-z_]{1,6}", inner, 0..4)
+                    .prop_map(|map| Value::Object(map.into_iter().collect())),
+            ]
+        })
+    }
+
+    proptest! {
+        /// However a message is laid out, it leaves on one line and means the same.
+        #[test]
+        fn a_message_leaves_on_one_line(params in json(), extra in json()) {
+            let message = serde_json::json!({ "jsonrpc": "2.0", "id": 5, "method": "m", "params": params, "extra": extra });
+            let pretty = serde_json::to_string_pretty(&message).unwrap().replace('\n', "\r\n");
+            let line = Message::parse(&pretty).unwrap().to_line(&[]);
+            prop_assert!(!line.contains('\n') && !line.contains('\r'));
+            prop_assert_eq!(serde_json::from_str::<Value>(&line).unwrap(), message);
+        }
+
+        #[test]
+        fn junk_never_panics(text in "\\PC{0,80}") {
+            let _ = Message::parse(&text);
+        }
+    }
+}
