@@ -97,6 +97,7 @@ async fn host_mcp_servers(host: Arc<McpHost>) {
     loop {
         ticks.tick().await;
         host.adopt_all().await;
+        host.sweep_sessions().await;
     }
 }
 

@@ -40,6 +40,17 @@ pub struct Settings {
     pub providers: ProviderSettings,
     /// Spares that are started before anybody asks for them.
     pub pool: PoolSettings,
+    /// The endpoints for MCP clients.
+    pub mcp: McpSettings,
+}
+
+/// The endpoints for MCP clients.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct McpSettings {
+    /// Pages of these origins may use them, such as `https://app.example`; those of this machine always may
+    /// (`EMERGENT_MCP_ALLOWED_ORIGINS='["https://app.example"]'`).
+    pub allowed_origins: Vec<String>,
 }
 
 /// TLS by certificate files; both or neither.
@@ -147,6 +158,7 @@ impl Default for Settings {
             workspaces: WorkspaceSettings::default(),
             providers: ProviderSettings::default(),
             pool: PoolSettings::default(),
+            mcp: McpSettings::default(),
         }
     }
 }
@@ -218,7 +230,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 18] = [
+const VARIABLES: [(&str, &str); 19] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -233,6 +245,7 @@ const VARIABLES: [(&str, &str); 18] = [
     ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
     ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
     ("WORKSPACE_WARM_POOL_SIZE", "pool.size"),
+    ("EMERGENT_MCP_ALLOWED_ORIGINS", "mcp.allowed_origins"),
     ("EMERGENT_GVISOR", "providers.gvisor"),
     ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
     ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),

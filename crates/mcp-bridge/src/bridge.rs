@@ -145,6 +145,11 @@ impl Bridge {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether there is a process, or will be in a moment.
+    pub fn is_open(&self) -> bool {
+        !matches!(&*self.0.phase.borrow(), Phase::Down { is_brief: false, .. })
+    }
+
     /// Where it stands.
     pub fn phase(&self) -> Phase {
         self.0.phase.borrow().clone()

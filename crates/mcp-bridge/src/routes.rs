@@ -13,6 +13,8 @@ use crate::envelope::{Id, Kind, Members, Message, codes, error_line, result_line
 
 /// Where the modern era says which subscription a notification belongs to.
 const SUBSCRIPTION_ID: &str = "io.modelcontextprotocol/subscriptionId";
+/// Where a request of the modern era says what it wants to hear of the server's log.
+const LOG_LEVEL: &str = "io.modelcontextprotocol/logLevel";
 /// Requests of the process that wait for the client's answer at most.
 const MAX_ASKED: usize = 256;
 
@@ -51,6 +53,8 @@ pub(crate) struct Pending {
     progress_token: Option<String>,
     /// A resource that it subscribes to.
     subscribes: Option<String>,
+    /// Whether it wants to hear what the server logs, as requests of the modern era say each for itself.
+    wants_logs: bool,
     sender: mpsc::Sender<Item>,
 }
 
@@ -161,8 +165,9 @@ impl Routes {
             None => message.to_line(&[("id", &own_text)]),
         };
         self.by_client.insert((client, id.clone()), own);
-        let raw_id = raw_id.to_owned();
-        self.pending.insert(own, Pending { client, raw_id, id, progress_token: token, subscribes, sender });
+        let (raw_id, wants_logs) = (raw_id.to_owned(), wants_logs(message));
+        let pending = Pending { client, raw_id, id, progress_token: token, subscribes, wants_logs, sender };
+        self.pending.insert(own, pending);
         Sent::Line(own, line)
     }
 
@@ -303,6 +308,13 @@ impl Routes {
             }
             _ => self.clients.keys().copied().collect(),
         };
+        if method == "notifications/message" {
+            // It does not say whose it is: the latest that wants to hear any.
+            let latest = self.pending.values().rev().find(|pending| pending.wants_logs);
+            if let Some(pending) = latest {
+                offer(&pending.sender, Item::Message(line.clone()));
+            }
+        }
         for client in listeners {
             self.tell(client, line.clone(), !is_about_the_server(method));
         }
@@ -392,6 +404,10 @@ fn offer(sender: &mpsc::Sender<Item>, item: Item) -> bool {
 /// Notifications about the server as a whole, not about what a client does.
 fn is_about_the_server(method: &str) -> bool {
     method.ends_with("/list_changed") || method == "notifications/resources/updated"
+}
+
+fn wants_logs(message: &Message<'_>) -> bool {
+    message.param("_meta").and_then(Members::of).is_some_and(|meta| meta.get(LOG_LEVEL).is_some())
 }
 
 fn subscription_uri(message: &Message<'_>) -> Option<String> {

@@ -7,6 +7,10 @@ mod error;
 mod events;
 mod extract;
 mod mcp;
+mod mcp_endpoint;
+mod mcp_modern;
+mod mcp_proxy;
+mod mcp_reply;
 mod operations;
 mod ops;
 mod pool;
@@ -120,6 +124,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(mcp::restart))
         .routes(routes!(mcp::call))
         .routes(routes!(mcp::logs))
+        .routes(routes!(mcp_endpoint::post, mcp_endpoint::listen, mcp_endpoint::end))
         .routes(routes!(tokens::create, tokens::list))
         .routes(routes!(tokens::revoke))
         .routes(routes!(audit::list))

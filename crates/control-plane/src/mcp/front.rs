@@ -12,7 +12,7 @@ use super::McpHost;
 use super::hosted::Hosted;
 
 /// A call to a server that is being started waits so long for it.
-const WAIT_FOR_START: Duration = Duration::from_secs(20);
+pub(super) const WAIT_FOR_START: Duration = Duration::from_secs(20);
 
 /// What a server answered, as it said it.
 pub(crate) struct RawAnswer {
@@ -33,6 +33,11 @@ impl McpHost {
         if !hosted.config.stdio_bridge {
             let message = "this server speaks HTTP by itself: use its endpoint …/mcp";
             return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+        }
+        if hosted.is_per_session() {
+            // Every session has a process of its own, and so has a call that belongs to none.
+            let (bridge, _process) = self.side_for_call(hosted).await?;
+            return hosted.call_on(&bridge, method, params, within).await;
         }
         hosted.call_on(&hosted.bridge, method, params, within).await
     }

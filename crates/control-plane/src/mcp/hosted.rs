@@ -4,12 +4,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
+use emergent_guest_protocol::ServeCall;
 use emergent_mcp_bridge::journal::Journal;
 use emergent_mcp_bridge::{Bridge, Role};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::mcp::{McpConfig, McpExit, McpMode, McpStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
+
+use super::session::Sessions;
+use super::side::Modern;
 
 /// Orders that may wait: each is the last word of somebody who waits for it.
 const MAX_ORDERS: usize = 16;
@@ -45,8 +49,12 @@ pub(crate) struct Hosted {
     pub(crate) id: WorkspaceId,
     pub(crate) name: String,
     pub(crate) config: McpConfig,
-    /// For a server on stdio that many clients share.
+    /// To the process that all clients share. Where there is none, it only says whether the server can be used.
     pub(crate) bridge: Bridge,
+    pub(crate) sessions: Sessions,
+    pub(crate) modern: tokio::sync::Mutex<Option<Arc<Modern>>>,
+    /// What is run, once it is known.
+    program: Mutex<Option<ServeCall>>,
     pub(crate) journal: Journal,
     standing: Mutex<Standing>,
     /// Counts the attempts to start it that have ended, well or not.
@@ -76,6 +84,9 @@ impl Hosted {
             bridge: Bridge::new(name.clone(), Role::Shared),
             name,
             config,
+            sessions: Sessions::default(),
+            modern: tokio::sync::Mutex::default(),
+            program: Mutex::default(),
             journal: Journal::default(),
             standing: Mutex::new(standing),
             attempts: watch::Sender::new(0),
@@ -87,6 +98,15 @@ impl Hosted {
 
     fn lock(&self) -> MutexGuard<'_, Standing> {
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is run.
+    pub(super) fn program(&self) -> Option<ServeCall> {
+        self.program.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set_program(&self, program: &ServeCall) {
+        *self.program.lock().unwrap_or_else(PoisonError::into_inner) = Some(program.clone());
     }
 
     /// How it stands.

@@ -5,10 +5,14 @@
 //! it ends, and takes the sandbox back when it is lost. Nothing here is needed after a crash: the rows say what is to run,
 //! and a process whose server is gone has been ended by its guest agent, so that none runs twice.
 
+pub(crate) mod events;
 mod front;
 mod hosted;
 mod process;
+pub(crate) mod session;
+mod side;
 mod supervise;
+mod tunnel;
 mod view;
 
 use std::collections::HashMap;
@@ -25,6 +29,7 @@ use tokio::sync::Semaphore;
 
 pub(crate) use hosted::Hosted;
 use hosted::Order;
+pub(crate) use side::MODERN;
 pub(crate) use view::log_line;
 
 use crate::workspace::{Workspaces, error_of};

@@ -155,6 +155,7 @@ impl Supervisor {
             Err(error) => return Run::NoSandbox(error),
         };
         failpoint!("mcp.sandbox_reached");
+        hosted.set_program(&program);
         let started = Instant::now();
         hosted.stand(|standing| {
             standing.started_at = Some(Utc::now());
@@ -163,6 +164,7 @@ impl Supervisor {
         let end = if !hosted.config.stdio_bridge {
             self.run_http(&reached.channel, &program).await
         } else if hosted.is_per_session() {
+            let _nobody_reads = hosted.bridge.open();
             self.ready();
             End::Lost(reached.channel.closed().await.to_string())
         } else {
@@ -297,6 +299,7 @@ impl Supervisor {
             Ok(process) => process,
             Err(error) => return End::Lost(error.to_string()),
         };
+        let _nobody_reads = self.hosted.bridge.open();
         let attend = async {
             let port = self.hosted.config.port.unwrap_or_default();
             let mut waits = INITIALIZED_WITHIN;
@@ -315,6 +318,7 @@ impl Supervisor {
 
     fn ready(&self) {
         let hosted = &self.hosted;
+        hosted.bridge.let_in();
         let before = hosted.set_status(McpStatus::Ready);
         hosted.stand(|standing| standing.error = None);
         if before != McpStatus::Ready {
@@ -449,6 +453,7 @@ impl Supervisor {
         let grace = match order {
             Order::Leave => {
                 bridge.close("the MCP server is being removed", false);
+                self.hosted.sessions.end_all();
                 RESTART_GRACE
             }
             Order::Restart => {
@@ -457,6 +462,7 @@ impl Supervisor {
             }
             Order::Stop(grace) => {
                 bridge.close("the MCP server is being stopped", false);
+                self.hosted.sessions.end_all();
                 grace
             }
         };

@@ -68,7 +68,7 @@ impl McpHost {
             last_exit: standing.as_ref().and_then(|standing| standing.last_exit.clone()),
             error: standing.and_then(|standing| standing.error).or_else(|| record.error.clone()),
             pending_calls: pending as u64,
-            sessions: 0,
+            sessions: hosted.as_ref().map_or(0, |hosted| hosted.sessions.count()) as u64,
             initialize_result: initialized.and_then(|own| serde_json::from_str(own.result.get()).ok()),
             usage: None,
         })

@@ -1,0 +1,173 @@
+//! Messages on their way to a client, numbered so that a client that lost its connection can go on where it was.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+
+/// What is kept of a stream for a client that may come back.
+const MAX_EVENTS: usize = 256;
+const MAX_BYTES: usize = 4 << 20;
+
+#[derive(Default)]
+struct State {
+    /// The messages that are kept; the first has the number after `dropped`.
+    events: VecDeque<Arc<str>>,
+    dropped: u64,
+    bytes: usize,
+    /// Up to where a client has been sent.
+    delivered: u64,
+    is_ended: bool,
+    /// Whoever reads it now; a later reader takes its place.
+    reader: u64,
+}
+
+/// One stream of messages.
+#[derive(Default)]
+pub(crate) struct EventLog {
+    state: Mutex<State>,
+    changed: Notify,
+}
+
+/// What a reader gets.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Read {
+    /// The next message and its number.
+    Event(u64, Arc<str>),
+    /// There are no more.
+    Ended,
+    /// Another reads now.
+    Replaced,
+}
+
+impl EventLog {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a message. What nobody has read is dropped when there is too much of it.
+    pub(crate) fn push(&self, message: &str) {
+        let mut state = self.state();
+        state.bytes += message.len();
+        state.events.push_back(message.into());
+        while state.events.len() > MAX_EVENTS || (state.bytes > MAX_BYTES && state.events.len() > 1) {
+            state.bytes -= state.events.pop_front().map_or(0, |old| old.len());
+            state.dropped += 1;
+        }
+        drop(state);
+        self.changed.notify_waiters();
+    }
+
+    /// There will be no more.
+    pub(crate) fn end(&self) {
+        self.state().is_ended = true;
+        self.changed.notify_waiters();
+    }
+
+    /// Whether everything has been sent to a client, and nothing more will come.
+    pub(crate) fn is_done(&self) -> bool {
+        let state = self.state();
+        state.is_ended && state.delivered >= state.newest()
+    }
+
+    /// Whether there will be no more.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.state().is_ended
+    }
+
+    /// Begins to read after this number, or where the last reader was. Takes the place of that one.
+    pub(crate) fn open(&self, after: Option<u64>) -> Cursor {
+        let mut state = self.state();
+        state.reader += 1;
+        let cursor = Cursor { reader: state.reader, at: after.unwrap_or(state.delivered) };
+        drop(state);
+        self.changed.notify_waiters();
+        cursor
+    }
+
+    /// The next message for this reader.
+    pub(crate) async fn next(&self, cursor: &mut Cursor) -> Read {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            // From here on no change is missed.
+            changed.as_mut().enable();
+            if let Some(read) = self.try_next(cursor) {
+                return read;
+            }
+            changed.await;
+        }
+    }
+
+    fn try_next(&self, cursor: &mut Cursor) -> Option<Read> {
+        let mut state = self.state();
+        if state.reader != cursor.reader {
+            return Some(Read::Replaced);
+        }
+        let index = cursor.at.max(state.dropped) - state.dropped;
+        let found = usize::try_from(index).ok().and_then(|index| state.events.get(index).cloned());
+        match found {
+            Some(event) => {
+                cursor.at = state.dropped + index + 1;
+                state.delivered = state.delivered.max(cursor.at);
+                Some(Read::Event(cursor.at, event))
+            }
+            None => state.is_ended.then_some(Read::Ended),
+        }
+    }
+}
+
+impl State {
+    fn newest(&self) -> u64 {
+        self.dropped + self.events.len() as u64
+    }
+}
+
+/// Where a reader is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cursor {
+    reader: u64,
+    at: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn texts(log: &EventLog, cursor: &mut Cursor, count: usize) -> Vec<(u64, String)> {
+        let mut found = Vec::new();
+        for _ in 0..count {
+            match log.next(cursor).await {
+                Read::Event(number, text) => found.push((number, text.to_string())),
+                other => panic!("{other:?}"),
+            }
+        }
+        found
+    }
+
+    #[tokio::test]
+    async fn a_reader_goes_on_where_it_was_and_another_takes_its_place() {
+        let log = EventLog::default();
+        (1..=3).for_each(|n| log.push(&n.to_string()));
+        let mut first = log.open(None);
+        assert_eq!(texts(&log, &mut first, 2).await, [(1, "1".to_owned()), (2, "2".to_owned())]);
+        let mut second = log.open(Some(1));
+        assert_eq!(log.next(&mut first).await, Read::Replaced);
+        assert_eq!(texts(&log, &mut second, 2).await, [(2, "2".to_owned()), (3, "3".to_owned())]);
+        assert!(!log.is_done());
+        log.end();
+        assert_eq!(log.next(&mut second).await, Read::Ended);
+        assert!(log.is_done());
+    }
+
+    #[tokio::test]
+    async fn what_nobody_reads_is_bounded() {
+        let log = EventLog::default();
+        (0..10_000).for_each(|n| log.push(&n.to_string()));
+        let mut cursor = log.open(None);
+        let first = texts(&log, &mut cursor, 1).await;
+        assert_eq!(first, [(10_000 - MAX_EVENTS as u64 + 1, (10_000 - MAX_EVENTS).to_string())]);
+        (0..10).for_each(|_| log.push(&"x".repeat(1 << 20)));
+        assert!(log.state().bytes <= MAX_BYTES);
+    }
+}

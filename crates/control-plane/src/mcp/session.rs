@@ -1,0 +1,226 @@
+//! Sessions of clients that speak the legacy era (those with `initialize`).
+//!
+//! A session outlives its connections: what a client has asked goes on when it is cut off, and the client can come back
+//! for the rest. It ends when its client says so, after a time without use, or with its server.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use emergent_mcp_bridge::{Bridge, ClientId, Exchange, Item};
+
+use super::events::EventLog;
+use super::side::EndOnDrop;
+
+/// A session that is not used for so long is ended …
+const IDLE_TIME: Duration = Duration::from_secs(30 * 60);
+/// … and one that has a process of its own earlier.
+const IDLE_TIME_WITH_PROCESS: Duration = Duration::from_secs(10 * 60);
+/// How long the end of an answer is kept for a client that lost its connection.
+const KEEP_ANSWERS: Duration = Duration::from_secs(60);
+/// Answers that are kept at most.
+const MAX_STREAMS: usize = 64;
+
+/// The stream that belongs to no request.
+pub(crate) const STANDALONE: u64 = 0;
+
+/// A session.
+pub(crate) struct Session {
+    pub(crate) id: String,
+    pub(crate) bridge: Bridge,
+    pub(crate) client: ClientId,
+    streams: Mutex<HashMap<u64, Arc<EventLog>>>,
+    newest: AtomicU64,
+    used: Mutex<Instant>,
+    /// What works for it: hands messages on, and runs its process.
+    tasks: Mutex<Vec<EndOnDrop>>,
+    has_process: bool,
+}
+
+impl Session {
+    /// A client of a bridge that has just been initialized.
+    pub(crate) fn open(bridge: Bridge, has_process: bool) -> Arc<Self> {
+        let (client, mut told) = bridge.join();
+        let standalone = Arc::new(EventLog::default());
+        let session = Arc::new(Self {
+            id: uuid::Uuid::new_v4().to_string(),
+            bridge,
+            client,
+            streams: Mutex::new(HashMap::from([(STANDALONE, Arc::clone(&standalone))])),
+            newest: AtomicU64::new(STANDALONE),
+            used: Mutex::new(Instant::now()),
+            tasks: Mutex::default(),
+            has_process,
+        });
+        let hand_on = tokio::spawn(async move {
+            while let Some(message) = told.recv().await {
+                standalone.push(&message);
+            }
+            standalone.end();
+        });
+        session.works(EndOnDrop(hand_on.abort_handle()));
+        session
+    }
+
+    fn streams(&self) -> MutexGuard<'_, HashMap<u64, Arc<EventLog>>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A task that ends with the session.
+    pub(super) fn works(&self, task: EndOnDrop) {
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).push(task);
+    }
+
+    /// It is used.
+    pub(crate) fn touch(&self) {
+        *self.used.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    /// How long it was not used.
+    pub(crate) fn idle(&self) -> Duration {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+    }
+
+    /// Whether nobody has used it for too long, or its process has ended.
+    pub(crate) fn is_forgotten(&self) -> bool {
+        if self.has_process && !self.bridge.is_open() {
+            return true;
+        }
+        let most = if self.has_process { IDLE_TIME_WITH_PROCESS } else { IDLE_TIME };
+        self.idle() > most
+    }
+
+    /// One of its streams.
+    pub(crate) fn stream(&self, number: u64) -> Option<Arc<EventLog>> {
+        self.streams().get(&number).cloned()
+    }
+
+    /// Lets what comes back for a request go on by itself, beginning with this item. Gives the stream it goes to.
+    pub(crate) fn pump(self: &Arc<Self>, first: Item, mut exchange: Exchange) -> (u64, Arc<EventLog>) {
+        let number = self.newest.fetch_add(1, Ordering::Relaxed) + 1;
+        let log = Arc::new(EventLog::default());
+        {
+            let mut streams = self.streams();
+            if streams.len() > MAX_STREAMS {
+                streams.retain(|number, log| *number == STANDALONE || !log.is_ended());
+            }
+            streams.insert(number, Arc::clone(&log));
+        }
+        let (session, pumped) = (Arc::downgrade(self), Arc::clone(&log));
+        tokio::spawn(async move {
+            let mut next = Some(first);
+            while let Some(item) = next {
+                match item {
+                    Item::Message(line) | Item::Progress(line) => pumped.push(&line),
+                    Item::Answer(line) => {
+                        pumped.push(&line);
+                        break;
+                    }
+                    Item::Cancelled => break,
+                }
+                next = exchange.next().await;
+            }
+            pumped.end();
+            // A client that was cut off may come back for it.
+            tokio::time::sleep(KEEP_ANSWERS).await;
+            if let Some(session) = session.upgrade() {
+                session.streams().remove(&number);
+            }
+        });
+        (number, log)
+    }
+
+    /// Forgets a stream that was read to its end.
+    pub(crate) fn forget(&self, number: u64) {
+        let mut streams = self.streams();
+        if number != STANDALONE && streams.get(&number).is_some_and(|log| log.is_done()) {
+            streams.remove(&number);
+        }
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.bridge.leave(self.client);
+        for log in self.streams().values() {
+            log.end();
+        }
+    }
+}
+
+/// The sessions of one server.
+#[derive(Default)]
+pub(crate) struct Sessions {
+    open: Mutex<HashMap<String, Arc<Session>>>,
+}
+
+/// There are too many sessions.
+pub(crate) struct TooMany;
+
+impl Sessions {
+    fn open(&self) -> MutexGuard<'_, HashMap<String, Arc<Session>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A session that is open.
+    pub(crate) fn get(&self, id: &str) -> Option<Arc<Session>> {
+        let session = self.open().get(id).cloned()?;
+        if session.is_forgotten() {
+            self.end(id);
+            return None;
+        }
+        session.touch();
+        Some(session)
+    }
+
+    /// Makes room for one more, if there are fewer than this; the one that was not used for longest goes first, if
+    /// nobody has used it for a while.
+    pub(crate) fn make_room(&self, most: usize) -> Result<(), TooMany> {
+        const A_WHILE: Duration = Duration::from_secs(60);
+        let mut gone = Vec::new();
+        let mut open = self.open();
+        let forgotten: Vec<String> =
+            open.iter().filter(|(_, session)| session.is_forgotten()).map(|(id, _)| id.clone()).collect();
+        gone.extend(forgotten.iter().filter_map(|id| open.remove(id)));
+        if open.len() >= most {
+            let idlest = open.values().max_by_key(|session| session.idle()).map(|found| found.id.clone());
+            let idlest = idlest.filter(|id| open.get(id).is_some_and(|found| found.idle() > A_WHILE));
+            gone.extend(idlest.and_then(|id| open.remove(&id)));
+        }
+        let is_room = open.len() < most;
+        drop(open);
+        drop(gone);
+        if is_room { Ok(()) } else { Err(TooMany) }
+    }
+
+    /// Adds a session.
+    pub(crate) fn add(&self, session: &Arc<Session>) {
+        self.open().insert(session.id.clone(), Arc::clone(session));
+    }
+
+    /// Ends a session. False when there is none.
+    pub(crate) fn end(&self, id: &str) -> bool {
+        let ended = self.open().remove(id);
+        ended.is_some()
+    }
+
+    /// Ends those that nobody has used for too long.
+    pub(crate) fn sweep(&self) {
+        let mut open = self.open();
+        let (kept, gone) =
+            std::mem::take(&mut *open).into_iter().partition(|(_, session)| !session.is_forgotten());
+        *open = kept;
+        drop(open);
+        drop::<HashMap<_, _>>(gone);
+    }
+
+    /// Ends all.
+    pub(crate) fn end_all(&self) {
+        drop(std::mem::take(&mut *self.open()));
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.open().len()
+    }
+}
