@@ -244,6 +244,7 @@ impl Bridge {
             };
             match taken {
                 Taken::Routed => {}
+                Taken::Late => tracing::debug!(mcp_server = self.0.name, "an answer that nobody waits for"),
                 Taken::Reply(reply) => replies.push(reply),
                 Taken::Dropped(why) => {
                     *dropped += 1;

@@ -76,6 +76,8 @@ pub(crate) struct Routes {
 pub(crate) enum Taken {
     /// It went where it belongs.
     Routed,
+    /// It came too late, twice, or was never asked for.
+    Late,
     /// It belongs nowhere; why.
     Dropped(&'static str),
     /// This is to be sent back.
@@ -226,7 +228,7 @@ impl Routes {
     fn take_answer(&mut self, message: &Message<'_>) -> Taken {
         let own = message.id().and_then(|id| id.as_own());
         let Some((own, pending)) = own.and_then(|own| Some((own, self.remove(own)?))) else {
-            return Taken::Dropped("an answer that nobody waits for");
+            return Taken::Late;
         };
         if let Some(uri) = &pending.subscribes
             && message.members.get("error").is_some()
@@ -275,7 +277,7 @@ impl Routes {
             let Some((pending, token)) =
                 pending.and_then(|pending| Some((pending, pending.progress_token.as_deref()?)))
             else {
-                return Taken::Dropped("progress that nobody waits for");
+                return Taken::Late;
             };
             let Some(params) = message.params_with("progressToken", token) else {
                 return Taken::Dropped("progress without parameters");
@@ -290,7 +292,7 @@ impl Routes {
             .and_then(|meta| Id::of(meta.get(SUBSCRIPTION_ID)?)?.as_own());
         if let Some(own) = tagged {
             let Some(pending) = self.pending.get(&own) else {
-                return Taken::Dropped("a notification for a subscription that has ended");
+                return Taken::Late;
             };
             let line = message.to_line(&[]);
             let line = with_subscription_id(&line, own, &pending.raw_id, "params").unwrap_or(line);
