@@ -1,0 +1,97 @@
+//! The ways to misbehave.
+
+use std::time::Duration;
+
+/// What the server does wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Nothing.
+    Normal,
+    /// It goes on after the end of its input.
+    IgnoreEof,
+    /// It goes on after the end of its input and after SIGTERM.
+    IgnoreTerm,
+    /// It says "boom" on standard error and exits with 3 when it is to initialize.
+    DieInInitialize,
+    /// It never answers.
+    Silent,
+    /// It answers `initialize` and nothing else.
+    SilentAfterInit,
+    /// It exits with 1 this long after its start.
+    ExitAfter(Duration),
+    /// Once initialized it sends valid notifications without end.
+    FloodStdout,
+    /// Once initialized it writes to standard error without end.
+    FloodStderr,
+    /// Once initialized it writes lines that are not JSON without end.
+    FloodJunk,
+    /// Once initialized it writes half a line; what it says next begins on a line of its own.
+    HalfLine,
+    /// It has a tool `long` whose answer is a line of so many bytes, not counting the line's end.
+    LongLine(usize),
+    /// It answers every `tools/call` twice.
+    Twice,
+    /// Before every answer it answers a number and a text that nobody asked by.
+    Stranger,
+    /// Before every answer it writes a line that is not JSON, an empty one, and an empty one that ends in CRLF.
+    Junk,
+    /// It waits this long before it reads anything.
+    SlowStart(Duration),
+}
+
+const USAGE: &str = "usage: mcp-chaos [normal|ignore-eof|ignore-term|die-in-initialize|silent|silent-after-init|\
+    exit-after MS|flood-stdout|flood-stderr|flood-junk|half-line|long-line BYTES|twice|stranger|junk|slow-start MS]";
+
+impl Mode {
+    /// Reads the command line.
+    pub(crate) fn parse(arguments: &[String]) -> Result<Self, String> {
+        let mode = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            [] | ["normal"] => Self::Normal,
+            ["ignore-eof"] => Self::IgnoreEof,
+            ["ignore-term"] => Self::IgnoreTerm,
+            ["die-in-initialize"] => Self::DieInInitialize,
+            ["silent"] => Self::Silent,
+            ["silent-after-init"] => Self::SilentAfterInit,
+            ["exit-after", number] => Self::ExitAfter(milliseconds(number)?),
+            ["flood-stdout"] => Self::FloodStdout,
+            ["flood-stderr"] => Self::FloodStderr,
+            ["flood-junk"] => Self::FloodJunk,
+            ["half-line"] => Self::HalfLine,
+            ["long-line", number] => Self::LongLine(number.parse().map_err(|_| not_a_number(number))?),
+            ["twice"] => Self::Twice,
+            ["stranger"] => Self::Stranger,
+            ["junk"] => Self::Junk,
+            ["slow-start", number] => Self::SlowStart(milliseconds(number)?),
+            _ => return Err(USAGE.to_owned()),
+        };
+        Ok(mode)
+    }
+}
+
+fn milliseconds(number: &str) -> Result<Duration, String> {
+    number.parse().map(Duration::from_millis).map_err(|_| not_a_number(number))
+}
+
+fn not_a_number(text: &str) -> String {
+    format!("{text}: not a number; {USAGE}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Mode, String> {
+        Mode::parse(&text.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_mode_is_a_word_and_where_it_needs_one_a_number() {
+        assert_eq!(parse(""), Ok(Mode::Normal));
+        assert_eq!(parse("ignore-term"), Ok(Mode::IgnoreTerm));
+        assert_eq!(parse("exit-after 200"), Ok(Mode::ExitAfter(Duration::from_millis(200))));
+        assert_eq!(parse("long-line 70000"), Ok(Mode::LongLine(70_000)));
+        for wrong in ["exit-after", "exit-after soon", "twice 2", "polite"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,40 @@
+//! Standard output: whole lines, each with one write, from any thread.
+
+use std::fs::File;
+use std::io::Write;
+use std::mem::ManuallyDrop;
+use std::os::fd::FromRawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+/// Standard output without the buffer that the standard library puts before it.
+pub(crate) struct Output {
+    file: Mutex<ManuallyDrop<File>>,
+    /// Answers that wait for a flood to let them through.
+    waiting: AtomicUsize,
+}
+
+impl Output {
+    pub(crate) fn new() -> Self {
+        // SAFETY: descriptor 1 is standard output all the time, and `ManuallyDrop` never closes it.
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(1) });
+        Self { file: Mutex::new(file), waiting: AtomicUsize::new(0) }
+    }
+
+    /// Writes something that ends with its last line's end. Nobody may be there any more to read it, and that is fine.
+    pub(crate) fn write(&self, lines: &[u8]) {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        let _ = file.write_all(lines);
+    }
+
+    /// Writes unless there is something better to write; `false` when nobody reads any more.
+    pub(crate) fn flood(&self, lines: &[u8]) -> bool {
+        while self.waiting.load(Ordering::Relaxed) > 0 {
+            thread::yield_now();
+        }
+        self.file.lock().unwrap_or_else(PoisonError::into_inner).write_all(lines).is_ok()
+    }
+}

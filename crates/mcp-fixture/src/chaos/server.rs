@@ -1,0 +1,159 @@
+//! Reading lines and answering them.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::message::{Initialize, Message, answer, error, outgoing};
+use crate::mode::Mode;
+use crate::output::Output;
+use crate::{flood, say, tools};
+
+/// Notifications that are remembered for `received`; the rest is forgotten.
+const REMEMBERED: usize = 10_000;
+const NOT_FOUND: i32 = -32601;
+
+/// The server; clones are the same one.
+#[derive(Clone)]
+pub(crate) struct Server {
+    pub(crate) mode: Mode,
+    output: Arc<Output>,
+    state: Arc<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Half a line is out that has to be ended before anything else is said.
+    half_line: AtomicBool,
+    /// Notifications from the client, as they came.
+    received: Mutex<Vec<String>>,
+    /// Requests of ours that the client has not answered, by their id.
+    asked: Mutex<HashMap<String, Sender<String>>>,
+    next_id: AtomicU64,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Server {
+    pub(crate) fn new(mode: Mode) -> Self {
+        Self { mode, output: Arc::new(Output::new()), state: Arc::default() }
+    }
+
+    /// Serves until the client closes its end.
+    pub(crate) fn run_until_eof(&self) {
+        let mut input = BufReader::with_capacity(64 * 1024, std::io::stdin());
+        let mut line = Vec::with_capacity(4096);
+        while matches!(input.read_until(b'\n', &mut line), Ok(1..)) {
+            if self.mode != Mode::Silent {
+                self.take(&line);
+            }
+            line.clear();
+        }
+    }
+
+    fn take(&self, line: &[u8]) {
+        let Ok(message) = serde_json::from_slice::<Message>(line) else {
+            return say("got a line that is no message");
+        };
+        match (message.id, &message.method) {
+            (Some(id), Some(method)) => self.take_request(id.get(), method, &message),
+            (None, Some(_)) => self.take_notification(line),
+            (Some(id), None) => self.take_response(id.get(), line),
+            (None, None) => say("got a message that is neither request nor response"),
+        }
+    }
+
+    fn take_request(&self, id: &str, method: &str, message: &Message) {
+        match method {
+            "initialize" => self.initialize(id, message),
+            _ if self.mode == Mode::SilentAfterInit => {}
+            "ping" => self.answer(id, "{}"),
+            "tools/list" => self.answer(id, &tools::list(self.mode)),
+            "tools/call" => tools::call(self, id, message.params),
+            _ => self.send(error(id, NOT_FOUND, method)),
+        }
+    }
+
+    fn initialize(&self, id: &str, message: &Message) {
+        if self.mode == Mode::DieInInitialize {
+            eprintln!("boom");
+            std::process::exit(3);
+        }
+        let params = message.params.and_then(|params| serde_json::from_str::<Initialize>(params.get()).ok());
+        let version = params.map_or(r#""2025-11-25""#, |params| params.protocol_version.get());
+        let result = format!(
+            r#"{{"protocolVersion":{version},"capabilities":{{"tools":{{"listChanged":true}}}},"serverInfo":{{"name":"mcp-chaos","version":"{}"}}}}"#,
+            env!("CARGO_PKG_VERSION")
+        );
+        self.answer(id, &result);
+        if self.mode == Mode::HalfLine {
+            self.output.write(br#"{"jsonrpc":"2.0","method":"notifications/mess"#);
+            self.state.half_line.store(true, Ordering::SeqCst);
+        }
+        flood::start(self.mode, &self.output);
+    }
+
+    fn take_notification(&self, line: &[u8]) {
+        let mut received = locked(&self.state.received);
+        if received.len() < REMEMBERED {
+            received.push(String::from_utf8_lossy(line).trim_end().to_owned());
+        }
+    }
+
+    fn take_response(&self, id: &str, line: &[u8]) {
+        let asked = locked(&self.state.asked).remove(id);
+        match asked {
+            // Who asked may have given up.
+            Some(asked) => drop(asked.send(String::from_utf8_lossy(line).trim_end().to_owned())),
+            None => say(&format!("got a response nobody asked for: {id}")),
+        }
+    }
+
+    /// All notifications so far, as a JSON array.
+    pub(crate) fn received(&self) -> String {
+        format!("[{}]", locked(&self.state.received).join(","))
+    }
+
+    /// Answers a request.
+    pub(crate) fn answer(&self, id: &str, result: &str) {
+        self.send(answer(id, result));
+    }
+
+    /// Sends a notification.
+    pub(crate) fn notify(&self, method: &str, params: Option<&str>) {
+        self.write(outgoing(None, method, params));
+    }
+
+    /// Sends a request; the response comes as it was, some time.
+    pub(crate) fn ask(&self, method: &str, params: Option<&str>) -> Receiver<String> {
+        let id = format!("\"chaos-{}\"", self.state.next_id.fetch_add(1, Ordering::Relaxed));
+        let (sender, receiver) = channel();
+        locked(&self.state.asked).insert(id.clone(), sender);
+        self.write(outgoing(Some(&id), method, params));
+        receiver
+    }
+
+    /// Sends a response, and around it what the mode demands, all in one write.
+    pub(crate) fn send(&self, line: String) {
+        match self.mode {
+            Mode::Stranger => {
+                let strangers = [answer("987654321", "{}"), answer("\"stranger\"", "{}")].concat();
+                self.write(strangers + &line);
+            }
+            Mode::Junk => self.write(format!("this is not JSON\n\n\r\n{line}")),
+            _ => self.write(line),
+        }
+    }
+
+    /// Writes whole lines, on lines of their own.
+    pub(crate) fn write(&self, mut lines: String) {
+        if self.mode == Mode::HalfLine && self.state.half_line.swap(false, Ordering::SeqCst) {
+            lines.insert(0, '\n');
+        }
+        self.output.write(lines.as_bytes());
+    }
+}
