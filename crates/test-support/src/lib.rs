@@ -5,6 +5,7 @@ pub mod git_server;
 pub mod internet;
 pub mod janitor;
 mod keeper;
+pub mod mcp;
 pub mod postgres;
 pub mod server;
 pub mod sse;
