@@ -35,23 +35,25 @@ seconds_since() {
 # step LABEL COMMAND…: runs COMMAND with its output in a log, prints one line with the duration,
 # and the end of the log if COMMAND fails.
 step() {
-    local label=$1 log started status
+    local label=$1 log out in started status
     shift
     log=$(mktemp "${TMPDIR:-/tmp}/emergent-step.XXXXXX")
+    exec {out}>"$log" {in}<"$log"
+    # Only open from here on: nothing is left behind, however this ends.
+    rm -f "$log"
     started=$(now_ms)
     printf '  %s … ' "$label" >&2
     set +e
-    (set -e && "$@") >"$log" 2>&1 </dev/null
+    (set -e && "$@") >&"$out" 2>&1 </dev/null {in}<&- {out}>&-
     status=$?
     set -e
     if [ "$status" -eq 0 ]; then
         printf 'done (%s)\n' "$(seconds_since "$started")" >&2
-        rm -f "$log"
-        return 0
+    else
+        printf 'failed (%s)\n' "$(seconds_since "$started")" >&2
+        tail -n 20 <&"$in" | sed 's/^/    | /' >&2
     fi
-    printf 'failed (%s)\n' "$(seconds_since "$started")" >&2
-    tail -n 20 "$log" | sed 's/^/    | /' >&2
-    rm -f "$log"
+    exec {out}>&- {in}<&-
     return "$status"
 }
 
@@ -83,5 +85,5 @@ init_is_running() {
     [ -d /run/systemd/system ] || [ "$(cat /proc/1/comm 2>/dev/null)" = init ]
 }
 
-# bounded SECONDS COMMAND…: no call to an engine may hang.
-bounded() { timeout --kill-after=5 "$@"; }
+# bounded SECONDS COMMAND…: no call to an engine may hang. In the foreground, so that Ctrl-C reaches it.
+bounded() { timeout --foreground --kill-after=5 "$@"; }
