@@ -23,7 +23,7 @@ TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 ARGS ?=
 
 SHELL_SCRIPTS := scripts/setup scripts/demo scripts/phase scripts/runsc-wrapper .ci/run \
-                 images/workspace/build images/workspace/clean-rootfs
+                 images/workspace/build images/workspace/clean-rootfs images/mcp-node/build images/mcp-python/build
 
 ##@ Use it
 .PHONY: run demo doctor

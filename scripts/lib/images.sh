@@ -22,3 +22,31 @@ make_test_empty_image() {
 ensure_test_empty_image() {
     has_test_empty_image || step "importing $test_empty_image" make_test_empty_image
 }
+
+# mcp_image KIND ARGUMENT…: a line of the list of MCP servers, as a call of its script.
+mcp_image() { setup_goal=$setup_goal "$repo_root/images/mcp-$1/build" "${@:2}" </dev/null; }
+
+# missing_mcp_servers [KIND]: the lines (of that kind) whose image the engine does not have.
+missing_mcp_servers() {
+    local line
+    grep "^${1:-[a-z]}" "$repo_root/images/mcp-servers.list" | while read -ra line; do
+        if engine_answers && mcp_image "${line[0]}" --is-current "${line[@]:1}"; then continue; fi
+        echo "${line[*]}"
+    done
+}
+
+# must_fetch_mcp_servers KIND: is there one that has to come from its registry?
+must_fetch_mcp_servers() {
+    local line
+    while read -ra line; do
+        mcp_image "${line[0]}" --is-cached "${line[@]:1}" || return 0
+    done < <(missing_mcp_servers "$1")
+    return 1
+}
+
+ensure_mcp_images() {
+    local line
+    while read -ra line; do
+        mcp_image "${line[@]}"
+    done < <(missing_mcp_servers)
+}

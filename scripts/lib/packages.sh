@@ -55,6 +55,9 @@ has_faketime() { compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null;
 
 has_http_backend() { have git && [ -x "$(git --exec-path)/git-http-backend" ]; }
 
+# The system's own: its Python is the workspace image's, and pip must be of the same version.
+has_pip() { /usr/bin/python3 -c 'import pip' 2>/dev/null; }
+
 # missing_packages GOAL, sorted, without duplicates. Reads the engine's state (engine.sh).
 missing_packages() {
     {
@@ -72,6 +75,8 @@ missing_packages() {
             has_postgresql || echo postgresql
             has_http_backend || echo git
             has_faketime || echo libfaketime
+            have npm || ! must_fetch_mcp_servers node || echo npm
+            has_pip || ! must_fetch_mcp_servers python || echo python3-pip
         fi
     } | sort -u
 }
