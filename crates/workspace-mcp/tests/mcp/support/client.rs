@@ -1,0 +1,192 @@
+//! Clients that write the protocol by hand, so that a test sees what is really on the wire.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use emergent_workspace_mcp::{ResponseBody, WorkspaceMcp};
+use http::{Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt as _, Full};
+use serde_json::{Value, json};
+
+use super::Caller;
+
+pub const LEGACY: &str = "2025-11-25";
+pub const MODERN: &str = "2026-07-28";
+pub const ERAS: [&str; 2] = [LEGACY, MODERN];
+
+/// A client of one version of the protocol.
+pub struct Client {
+    pub mcp: Arc<WorkspaceMcp>,
+    pub version: &'static str,
+    pub session: Option<String>,
+    pub caller: Option<Caller>,
+    /// What the server said of itself.
+    pub info: Value,
+}
+
+impl Client {
+    /// A client that has introduced itself.
+    pub async fn connect(mcp: &Arc<WorkspaceMcp>, version: &'static str) -> Self {
+        let mut client = Self { mcp: mcp.clone(), version, session: None, caller: None, info: Value::Null };
+        if version == MODERN {
+            client.info = client.ask("server/discover", json!({})).await["result"].clone();
+            return client;
+        }
+        let (response, session) = initialize(mcp, version).await;
+        client.info = only(response).await["result"].clone();
+        client.session = session;
+        let status = client.tell("notifications/initialized", json!({})).await;
+        assert_eq!(status, StatusCode::ACCEPTED);
+        client
+    }
+
+    /// A request as this version writes it.
+    pub fn request(&self, id: u64, method: &str, mut params: Value) -> Request<Full<Bytes>> {
+        let mut request = message("POST");
+        if self.version == MODERN {
+            let name = params.get("name").and_then(Value::as_str).map(str::to_owned);
+            let meta = params.as_object_mut().unwrap().entry("_meta").or_insert_with(|| json!({}));
+            meta["io.modelcontextprotocol/protocolVersion"] = MODERN.into();
+            meta["io.modelcontextprotocol/clientCapabilities"] = json!({});
+            meta["io.modelcontextprotocol/clientInfo"] = json!({"name": "test", "version": "1"});
+            request = request.header("mcp-method", method);
+            if let Some(name) = name {
+                request = request.header("mcp-name", name);
+            }
+        }
+        request = request.header("mcp-protocol-version", self.version);
+        if let Some(session) = &self.session {
+            request = request.header("mcp-session-id", session);
+        }
+        let body = json!({"jsonrpc": "2.0", "id": id, "method": method, "params": params});
+        let mut request = request.body(Full::<Bytes>::from(body.to_string())).unwrap();
+        if let Some(caller) = &self.caller {
+            request.extensions_mut().insert(caller.clone());
+        }
+        request
+    }
+
+    /// Sends a request and gives its answer as it comes.
+    pub async fn send(&self, id: u64, method: &str, params: Value) -> Messages {
+        Messages::of(self.mcp.handle(self.request(id, method, params)).await)
+    }
+
+    /// Sends a request and gives its one answer.
+    pub async fn ask(&self, method: &str, params: Value) -> Value {
+        let mut messages = self.send(1, method, params).await;
+        let answer = messages.next().await.unwrap();
+        assert_eq!(messages.next().await, None, "after {answer}");
+        assert_eq!(answer["id"], 1, "{answer}");
+        answer
+    }
+
+    /// Calls a tool and gives its result.
+    pub async fn call(&self, tool: &str, arguments: Value) -> Value {
+        let answer = self.ask("tools/call", json!({"name": tool, "arguments": arguments})).await;
+        assert!(answer.get("error").is_none(), "{answer}");
+        answer["result"].clone()
+    }
+
+    /// Sends a notification.
+    pub async fn tell(&self, method: &str, params: Value) -> StatusCode {
+        let mut request = message("POST").header("mcp-protocol-version", self.version);
+        if let Some(session) = &self.session {
+            request = request.header("mcp-session-id", session);
+        }
+        let body = json!({"jsonrpc": "2.0", "method": method, "params": params});
+        self.mcp.handle(request.body(Full::<Bytes>::from(body.to_string())).unwrap()).await.status()
+    }
+
+    /// Ends the session.
+    pub async fn delete(&self) -> StatusCode {
+        let request = message("DELETE").header("mcp-session-id", self.session.as_deref().unwrap());
+        self.mcp.handle(request.body(Full::<Bytes>::default()).unwrap()).await.status()
+    }
+
+    /// Opens the stream that belongs to no request.
+    pub async fn listen(&self) -> Response<ResponseBody> {
+        let request = message("GET").header("mcp-session-id", self.session.as_deref().unwrap());
+        self.mcp.handle(request.body(Full::<Bytes>::default()).unwrap()).await
+    }
+}
+
+/// The beginning of a request.
+pub fn message(method: &str) -> http::request::Builder {
+    Request::builder()
+        .method(Method::from_bytes(method.as_bytes()).unwrap())
+        .uri("/api/v1/agent/workspaces/1/mcp")
+        .header("host", "work.example")
+        .header("accept", "application/json, text/event-stream")
+        .header("content-type", "application/json")
+}
+
+/// Sends `initialize`, and gives the answer and the session's id.
+pub async fn initialize(mcp: &WorkspaceMcp, version: &str) -> (Response<ResponseBody>, Option<String>) {
+    let body = json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+        "protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}});
+    let response = mcp.handle(message("POST").body(Full::<Bytes>::from(body.to_string())).unwrap()).await;
+    let session = response.headers().get("mcp-session-id").map(|id| id.to_str().unwrap().to_owned());
+    (response, session)
+}
+
+/// The one message of an answer.
+pub async fn only(response: Response<ResponseBody>) -> Value {
+    let mut messages = Messages::of(response);
+    let message = messages.next().await.unwrap();
+    assert_eq!(messages.next().await, None, "after {message}");
+    message
+}
+
+/// The messages of an answer, as they come. Dropping it closes the connection.
+pub struct Messages {
+    pub status: StatusCode,
+    pub is_stream: bool,
+    /// Events without a message.
+    pub priming: usize,
+    body: ResponseBody,
+    text: String,
+}
+
+impl Messages {
+    pub fn of(response: Response<ResponseBody>) -> Self {
+        let kind = response.headers().get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
+        let is_stream = kind.as_deref() == Some("text/event-stream");
+        Self {
+            status: response.status(),
+            is_stream,
+            priming: 0,
+            body: response.into_body(),
+            text: String::new(),
+        }
+    }
+
+    /// The next message; none at the end.
+    pub async fn next(&mut self) -> Option<Value> {
+        loop {
+            if self.is_stream
+                && let Some((event, rest)) = self.text.split_once("\n\n")
+            {
+                let data: String = event.lines().filter_map(|line| line.strip_prefix("data:")).collect();
+                let is_comment = event.lines().all(|line| line.starts_with(':'));
+                self.text = rest.to_owned();
+                match data.trim() {
+                    "" if is_comment => {}
+                    "" => self.priming += 1,
+                    data => return Some(serde_json::from_str(data).unwrap()),
+                }
+                continue;
+            }
+            match self.body.frame().await {
+                Some(frame) => {
+                    let bytes = frame.unwrap().into_data().unwrap_or_default();
+                    self.text.push_str(std::str::from_utf8(&bytes).unwrap());
+                }
+                None if self.text.trim().is_empty() => return None,
+                None => {
+                    let message = serde_json::from_str(&std::mem::take(&mut self.text));
+                    return Some(message.unwrap());
+                }
+            }
+        }
+    }
+}
