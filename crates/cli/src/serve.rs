@@ -74,7 +74,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
 }
 
 fn start_logging(log: &LogSettings) -> Result<()> {
-    let filter = EnvFilter::try_new(&log.filter).map_err(|error| {
+    // The MCP library logs whole requests: what is asked for by name is shown, never by accident.
+    let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
+    let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
         anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
     })?;
     let builder = tracing_subscriber::fmt()

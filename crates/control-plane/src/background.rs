@@ -9,7 +9,6 @@ use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 
 use crate::http::App;
-use crate::mcp::McpHost;
 use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep, usage};
 
 /// Idle workspaces are looked for at least this often.
@@ -48,7 +47,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         tasks.spawn(each(every, all(), |all| async move { all.sweep_idle().await }));
     }
     tasks.spawn(recover(all(), app.clone()));
-    tasks.spawn(host_mcp_servers(Arc::clone(&app.mcp)));
+    tasks.spawn(host_mcp_servers(app.clone()));
     tasks.spawn(maintain_pool(all(), app.clone()));
     tasks
 }
@@ -90,14 +89,15 @@ async fn recover(workspaces: Arc<Workspaces>, app: App) {
     }
 }
 
-/// Looks after MCP servers that nobody looks after: at the start all of them.
-async fn host_mcp_servers(host: Arc<McpHost>) {
+/// Looks after MCP servers that nobody looks after, at the start all of them; and ends sessions that nobody uses.
+async fn host_mcp_servers(app: App) {
     let mut ticks = interval(recovery::RUN_EVERY);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        host.adopt_all().await;
-        host.sweep_sessions().await;
+        app.mcp.adopt_all().await;
+        app.mcp.sweep_sessions().await;
+        app.workspace_mcp.forget_idle();
     }
 }
 

@@ -31,11 +31,17 @@ pub(crate) fn run(
     let mut answer;
     let outcome;
     if message.stream {
-        let mut sink = Live::new(call);
+        let collected = message.collect.then(|| Collected::new(message.operation_id));
+        let mut sink = Watched { live: Live::new(call), collected };
         outcome = started.run(&mut sink, timeout, &call.cancelled, &wake, &agent.drain);
         answer = answer_of(message, &outcome);
-        (answer.stdout_bytes, answer.stderr_bytes) = (sink.stdout, sink.stderr);
-        sink.finish()?;
+        (answer.stdout_bytes, answer.stderr_bytes) = (sink.live.stdout, sink.live.stderr);
+        if let Some(output) = &sink.collected {
+            describe_output(&mut answer, output);
+            answer.stdout = String::from_utf8_lossy(&output.stdout.shown()).into_owned();
+            answer.stderr = String::from_utf8_lossy(&output.stderr.shown()).into_owned();
+        }
+        sink.live.finish()?;
     } else {
         let mut output = Collected::new(message.operation_id);
         outcome = started.run(&mut output, timeout, &call.cancelled, &wake, &agent.drain);
@@ -118,6 +124,25 @@ fn describe_output(answer: &mut BashAnswer, output: &Collected) {
     answer.stderr_path = output.stderr.path();
     answer.notes.extend(output.stdout.note("stdout"));
     answer.notes.extend(output.stderr.note("stderr"));
+}
+
+/// Output that is sent as it comes, and perhaps collected as well.
+struct Watched<'a> {
+    live: Live<'a>,
+    collected: Option<Collected>,
+}
+
+impl Sink for Watched<'_> {
+    fn is_ready(&mut self) -> bool {
+        self.live.is_ready()
+    }
+
+    fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool {
+        if let Some(collected) = &mut self.collected {
+            collected.take(stream, bytes);
+        }
+        self.live.take(stream, bytes)
+    }
 }
 
 /// Sends output as it comes; the command is held back while the host takes no more.

@@ -133,6 +133,9 @@ pub struct BashCall {
     /// Send output as it comes, instead of head and tail at the end.
     #[serde(default)]
     pub stream: bool,
+    /// With `stream`: head and tail are in the answer all the same.
+    #[serde(default)]
+    pub collect: bool,
 }
 
 /// Follows or reads a command in the background.

@@ -32,8 +32,9 @@ fn messages_and_frames_are_frozen() {
             nameservers: vec!["192.0.2.53".into()],
             memory_bytes: Some(1),
             watched_disk_bytes: Some(2),
+            without_shells: true,
         }),
-        GuestCall::Bash(BashCall { operation_id, request: bash, stream: true }),
+        GuestCall::Bash(BashCall { operation_id, request: bash, stream: true, collect: false }),
         GuestCall::Attach(AttachCall { operation_id, offset: 7, follow: true }),
         GuestCall::KillOperation(OperationCall { operation_id }),
         GuestCall::Read(ReadRequest { file_path: "a".into(), offset: Some(1), limit: Some(2), raw: false }),
@@ -49,6 +50,14 @@ fn messages_and_frames_are_frozen() {
         GuestCall::Grep(GrepRequest { pattern: "x".into(), ..Default::default() }),
         GuestCall::Git(git),
         GuestCall::Usage(()),
+        GuestCall::Serve(ServeCall {
+            command: vec!["node".into(), "index.js".into()],
+            environment: BTreeMap::from([("KEY".into(), "value".into())]),
+            directory: Some("/srv".into()),
+            user: Some("1000:1000".into()),
+            owned: vec!["/data".into()],
+        }),
+        GuestCall::Connect(ConnectCall { port: 8080, wait_ms: 1000, probe: true }),
         GuestCall::Shutdown(ShutdownCall { grace_ms: 10_000 }),
     ];
     let error = ErrorDetail::new(ErrorCode::FileNotFound, "no such file");

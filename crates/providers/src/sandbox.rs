@@ -177,7 +177,8 @@ pub trait WorkspaceProvider: Send + Sync {
 
     /// Runs a command in a sandbox.
     async fn exec(&self, channel: &GuestClient, request: BashRequest) -> Result<BashAnswer, ErrorDetail> {
-        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        let message =
+            BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
         let call = channel.start(&GuestCall::Bash(message)).await?;
         let (mut answer, stdout, stderr) = call.answer_with_output::<BashAnswer>(1 << 20).await?;
         answer.stdout = String::from_utf8_lossy(&stdout).into_owned();

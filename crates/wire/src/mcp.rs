@@ -453,7 +453,7 @@ mod tests {
 
     use super::*;
 
-    fn check(fields: Value) -> Result<(), String> {
+    fn check(fields: &Value) -> Result<(), String> {
         let mut request = json!({ "name": "server", "image": "image" });
         request.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
         let request: RegisterMcpServer =
@@ -471,7 +471,7 @@ mod tests {
             json!({ "volumes": ["data:/data", { "name": "more", "path": "/var/more" }] }),
             json!({ "mode": "per_session", "restart_policy": "on-failure", "timeout_ms": 1 }),
         ] {
-            assert_eq!(check(fields.clone()), Ok(()), "{fields}");
+            assert_eq!(check(&fields), Ok(()), "{fields}");
         }
     }
 
@@ -499,7 +499,7 @@ mod tests {
             (json!({ "environment": { "A B": "x" } }), "environment"),
             (json!({ "unknown": 1 }), "unknown field"),
         ] {
-            let error = check(fields.clone()).err().unwrap_or_default();
+            let error = check(&fields).err().unwrap_or_default();
             assert!(error.contains(reason), "{fields}: {error}");
         }
     }

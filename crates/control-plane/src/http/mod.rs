@@ -20,6 +20,7 @@ mod stream;
 mod summary;
 mod tokens;
 mod tools;
+mod workspace_mcp;
 mod workspaces;
 
 use std::sync::Arc;
@@ -40,6 +41,7 @@ use crate::audit::Audit;
 use crate::mcp::McpHost;
 use crate::workspace::Workspaces;
 use error::ApiError;
+pub(crate) use workspace_mcp::WorkspaceMcps;
 
 /// The largest body, but for `write`.
 const BODY_BYTES: usize = 5 << 20;
@@ -53,6 +55,7 @@ const LARGE_BODIES: usize = 4;
 pub(crate) struct App {
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) mcp: Arc<McpHost>,
+    pub(crate) workspace_mcp: WorkspaceMcps,
     pub(crate) audit: Audit,
     pub(crate) metrics: PrometheusHandle,
     /// Whether the first recovery pass has ended.
@@ -64,7 +67,8 @@ impl App {
     pub(crate) fn new(workspaces: Arc<Workspaces>, audit: Audit, metrics: PrometheusHandle) -> Self {
         let (ready, large_bodies) = (Arc::default(), Arc::new(Semaphore::new(LARGE_BODIES)));
         let mcp = McpHost::new(Arc::clone(&workspaces));
-        Self { workspaces, mcp, audit, metrics, ready, large_bodies }
+        let workspace_mcp = WorkspaceMcps::default();
+        Self { workspaces, mcp, workspace_mcp, audit, metrics, ready, large_bodies }
     }
 }
 
@@ -118,6 +122,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(tools::glob))
         .routes(routes!(tools::grep))
         .routes(routes!(tools::git))
+        .routes(routes!(workspace_mcp::post, workspace_mcp::get, workspace_mcp::delete))
         .routes(routes!(operations::follow, operations::kill))
         .routes(routes!(mcp::register, mcp::list))
         .routes(routes!(mcp::get, mcp::remove))

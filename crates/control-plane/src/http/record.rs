@@ -89,6 +89,7 @@ fn action_of(method: &Method, path: &str) -> String {
             (&Method::GET, []) => "workspace.get".to_owned(),
             (&Method::DELETE, []) => "workspace.destroy".to_owned(),
             (_, ["operations", _]) => "operation".to_owned(),
+            (_, ["mcp"]) => "workspace.mcp".to_owned(),
             (&Method::POST, ["exec"]) => "bash".to_owned(),
             (&Method::POST, [tool @ ("bash" | "read" | "write" | "edit" | "glob" | "grep" | "git")]) => {
                 (*tool).to_owned()
@@ -136,7 +137,8 @@ fn action_of(method: &Method, path: &str) -> String {
     action.to_owned()
 }
 
-/// Looking at the audit log or the API's description is not worth an entry.
+/// Looking at the audit log or the API's description is not worth an entry; the calls in MCP's messages to a workspace
+/// have entries of their own.
 fn is_audited(action: &str) -> bool {
-    !matches!(action, "audit.list" | "audit.verify" | "openapi")
+    !matches!(action, "audit.list" | "audit.verify" | "openapi" | "workspace.mcp")
 }

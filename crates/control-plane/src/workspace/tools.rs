@@ -127,7 +127,8 @@ impl Workspaces {
     ) -> Result<BashAnswer, ErrorDetail> {
         request.validate()?;
         let limit = time_of(&request);
-        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        let message =
+            BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
         let ToolCall { call, to, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
         let kills_before = self.oom_kills(to);
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
@@ -144,9 +145,37 @@ impl Workspaces {
         id: WorkspaceId,
         request: BashRequest,
     ) -> Result<OutputStream, ErrorDetail> {
+        self.start_stream(id, request, false).await
+    }
+
+    /// Runs a command and waits for its end; its output is shown as it comes, and is in the answer all the same.
+    pub(crate) async fn bash_watched(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: BashRequest,
+        show: impl Fn(&[u8]) + Send,
+    ) -> Result<BashAnswer, ErrorDetail> {
+        let mut output = self.start_stream(id, request, true).await?;
+        loop {
+            match output.next().await? {
+                Event::Stdout(bytes) | Event::Stderr(bytes) => show(&bytes),
+                Event::Answer(answer) => {
+                    return serde_json::from_slice(&answer)
+                        .map_err(|error| ErrorDetail::new(ErrorCode::SandboxLost, error.to_string()));
+                }
+            }
+        }
+    }
+
+    async fn start_stream(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: BashRequest,
+        collect: bool,
+    ) -> Result<OutputStream, ErrorDetail> {
         request.validate()?;
         let deadline = tokio::time::Instant::now() + time_of(&request);
-        let message = BashCall { operation_id: OperationId::generate(), request, stream: true };
+        let message = BashCall { operation_id: OperationId::generate(), request, stream: true, collect };
         let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
         let of = StreamOf::Command { deadline, kills_before: self.oom_kills(to) };
         Ok(OutputStream { call, to, workspaces: Arc::clone(self), busy, of })
@@ -159,7 +188,8 @@ impl Workspaces {
         request: BashRequest,
     ) -> Result<OperationAnswer, ErrorDetail> {
         request.validate()?;
-        let message = BashCall { operation_id: OperationId::generate(), request, stream: false };
+        let message =
+            BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
         let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
         let kills_before = self.oom_kills(to);
         let answer: OperationAnswer = self.within(to, FILE_TOOL_TIME, call.answer()).await?;
