@@ -75,7 +75,7 @@ missing_packages() {
             has_postgresql || echo postgresql
             has_http_backend || echo git
             has_faketime || echo libfaketime
-            have npm || ! must_fetch_mcp_servers node || echo npm
+            have npm || { has_conformance && ! must_fetch_mcp_servers node; } || echo npm
             has_pip || ! must_fetch_mcp_servers python || echo python3-pip
         fi
     } | sort -u

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 
@@ -58,6 +59,12 @@ const WITHDRAW: [&str; 4] =
     ["withdraw.row_written", "sandbox.container_removed", "withdraw.destroyed", "withdraw.row_deleted"];
 const EXPIRE: [&str; 4] =
     ["sweep.found", "sweep.row_written", "sandbox.container_removed", "destroy.sandbox_removed"];
+/// Steps of registering an MCP server after which it is registered.
+const HOSTED: [&str; 4] = ["create.ready", "mcp.registered", "mcp.sandbox_reached", "mcp.process_started"];
+const HOST: [&str; 3] = ["disk.made", "sandbox.started", "create.sandbox_made"];
+const HOST_AGAIN: [&str; 2] = ["mcp.process_ended", "mcp.renewed"];
+const UNHOST: [&str; 4] =
+    ["mcp.remove_written", "sandbox.container_removed", "sandbox.volume_removed", "destroy.sandbox_removed"];
 const STOP_IDLE: [&str; 2] = ["sweep.row_written", "stop.sandbox_stopped"];
 
 /// A server with a workspace that must outlive everything.
@@ -138,7 +145,11 @@ impl World {
             self.server.log()
         );
         assert!(containers.is_superset(&ids), "{step}: {ids:?} are not all in {containers:?}");
-        assert_eq!(list(&["volume", "ls", "--format", "{{.Name}}"]), containers, "{step}: volumes");
+        // MCP servers have named volumes besides.
+        let named: Vec<(&str, &str)> = workspaces.iter().flat_map(named_volumes).collect();
+        let mut volumes = containers.clone();
+        volumes.extend(named.iter().map(|(id, name)| format!("{id}-{name}")));
+        assert_eq!(list(&["volume", "ls", "--format", "{{.Name}}"]), volumes, "{step}: volumes");
         let paused = list(&["ps", "--format", "{{.Names}}", "--filter", "status=paused"]);
         assert_eq!(paused, BTreeSet::new(), "{step}: paused");
         assert_eq!(list(&["network", "ls", "--format", "{{.Name}}"]).len(), 1, "{step}: networks");
@@ -147,12 +158,15 @@ impl World {
             let entries = std::fs::read_dir(self.server.data_dir().join(directory)).unwrap();
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
         };
-        let disks = containers.iter().flat_map(|id| [format!("{id}.img"), format!("{id}.dev")]).collect();
-        assert_eq!(files("disks"), disks, "{step}: disks");
+        let named_disks = named.iter().map(|(id, name)| format!("{id}.{name}"));
+        let disks: BTreeSet<String> = containers.iter().cloned().chain(named_disks).collect();
+        let disk_files =
+            disks.iter().flat_map(|disk| [format!("{disk}.img"), format!("{disk}.dev")]).collect();
+        assert_eq!(files("disks"), disk_files, "{step}: disks");
         let loops = run("losetup", &["--noheadings", "--output", "BACK-FILE"]);
         let data_dir = self.server.data_dir().to_str().unwrap();
         let loops: Vec<&str> = loops.lines().filter(|line| line.contains(data_dir)).collect();
-        assert_eq!(loops.len(), containers.len(), "{step}: {loops:?}");
+        assert_eq!(loops.len(), disks.len(), "{step}: {loops:?}");
         assert!(loops.iter().all(|line| !line.contains("(deleted)")), "{step}: {loops:?}");
         let listed = self.server.request("GET", &format!("{WORKSPACES}/snapshots"), None).await.ok();
         let snapshots = listed["snapshots"].as_array().unwrap();
@@ -180,6 +194,56 @@ impl World {
         self.server.destroy(&self.kept).await;
         self.server.stop();
     }
+}
+
+/// The named volumes of an MCP server.
+fn named_volumes(workspace: &Value) -> impl Iterator<Item = (&str, &str)> {
+    let volumes = workspace["mcp_config"]["volumes"].as_array().into_iter().flatten();
+    volumes.map(|volume| (workspace["id"].as_str().unwrap(), volume["name"].as_str().unwrap()))
+}
+
+#[tokio::test]
+async fn killed_while_it_hosts_an_mcp_server() {
+    let mut world = World::start(&[]).await;
+    let hosted = format!("{SERVERS}/hosted");
+    let body = json!({ "name": "hosted", "image": mcp::image(BINARY), "volumes": ["data:/data"] });
+    let works = async |world: &World, step: &str| {
+        world.server.wait_for_status("hosted", "ready").await;
+        assert_eq!(world.server.mcp_text("hosted", "echo", json!({ "text": step })).await, step);
+        // Never twice.
+        assert_eq!(world.server.mcp_server("hosted").await["usage"]["processes"], 1, "{step}");
+    };
+    for step in HOST {
+        world.die(step, "POST", SERVERS, Some(body.clone())).await;
+        world.server.request("GET", &hosted, None).await.error(404);
+    }
+    for step in HOSTED {
+        world.die(step, "POST", SERVERS, Some(body.clone())).await;
+        works(&world, step).await;
+        world.server.remove_mcp("hosted").await;
+    }
+    world.server.request("POST", SERVERS, Some(body)).await.ok();
+    for step in ["mcp.sandbox_reached", "mcp.process_started"] {
+        world.die_alone(step, ("EMERGENT_LOG", "info")).await;
+        works(&world, step).await;
+    }
+    for (step, path) in HOST_AGAIN.into_iter().zip(["call", "restart"]) {
+        let crash =
+            json!({ "method": "tools/call", "params": { "name": "crash", "arguments": { "code": 1 } } });
+        world.arm(step).await;
+        world.server.wait_for_status("hosted", "ready").await;
+        world.server.request_in_vain("POST", &format!("{hosted}/{path}"), Some(crash)).await;
+        world.come_back(step).await;
+        works(&world, step).await;
+    }
+    for step in UNHOST {
+        world.die(step, "DELETE", &hosted, None).await;
+        world.server.request("GET", &hosted, None).await.error(404);
+        let body = json!({ "name": "hosted", "image": mcp::image(BINARY), "volumes": ["data:/data"] });
+        world.server.request("POST", SERVERS, Some(body)).await.ok();
+    }
+    world.server.remove_mcp("hosted").await;
+    world.end().await;
 }
 
 #[tokio::test]
@@ -358,7 +422,11 @@ async fn killed_while_it_stops_what_is_idle() {
 
 #[test]
 fn every_failpoint_is_in_this_suite() {
-    let lists: [&[&str]; 14] = [
+    let lists: [&[&str]; 18] = [
+        &HOST,
+        &HOSTED,
+        &HOST_AGAIN,
+        &UNHOST,
         &SANDBOX,
         &CREATE,
         &STOP,

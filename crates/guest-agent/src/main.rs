@@ -4,7 +4,8 @@
 //! reaps orphans, guards the memory, and takes further channels from `emergent-guest connect`, which the server
 //! starts in the sandbox when the first channel broke: it hands its own standard input and output over to the
 //! agent and waits, so that every channel is served by the one process that knows the running commands.
-//! `emergent-guest run-as` becomes another user's program; the agent starts servers with it.
+//! `emergent-guest run-as` becomes another user's program, and `end-family` ends what that has started; the agent starts
+//! and ends servers with them.
 //!
 //! It has no runtime dependency (static binary, no shell, no name service look-ups), no async runtime, and one
 //! thread for each call that runs.
@@ -45,7 +46,8 @@ fn main() -> ExitCode {
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["init"] => init(),
         ["connect"] => handover::connect(),
-        ["run-as", ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
+        [user::RUN_AS, ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
+        [user::END_FAMILY, ids, tag] => user::end_family(ids, tag),
         ["version"] => {
             log(&format!(
                 "emergent-guest {} protocol {}",

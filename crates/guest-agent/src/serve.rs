@@ -8,6 +8,8 @@ use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use emergent_guest_protocol::{ServeAnswer, ServeCall};
 use emergent_wire::tools::WORKSPACE_DIR;
@@ -16,11 +18,15 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use crate::agent::Agent;
 use crate::bash::{self, Live};
 use crate::call::Call;
-use crate::command::{self, Started};
+use crate::command::{self, Sink, Started, Stream};
 use crate::memory::OomCheck;
 use crate::spawn::Input;
 use crate::user::{self, User};
-use crate::{family, workers};
+use crate::wake::Wake;
+use crate::{family, log, workers};
+
+/// How long it may take to end what a server left behind.
+const END_TIME: Duration = Duration::from_secs(10);
 
 /// Runs a server to its end.
 pub(crate) fn run(
@@ -31,7 +37,8 @@ pub(crate) fn run(
     let refused = |error: std::io::Error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string());
     let wake = call.wake().map_err(refused)?;
     let oom = OomCheck::begin(&agent.memory);
-    let mut started = start(agent, message)?;
+    let user = find_user(message)?;
+    let mut started = start(agent, message, &user)?;
     let (pid, tag) = (started.pid, started.tag.clone());
     if let Some(stdin) = started.stdin.take() {
         let fed = Arc::clone(call);
@@ -42,7 +49,7 @@ pub(crate) fn run(
     }
     let mut sink = Live::new(call);
     let outcome = started.run(&mut sink, None, &call.cancelled, &wake, &agent.drain);
-    family::kill(&tag);
+    end_family(agent, &user, &tag);
     sink.finish()?;
     // Whoever still waits for input need not.
     call.cancel();
@@ -65,13 +72,48 @@ fn feed(call: &Call, stdin: OwnedFd) {
     }
 }
 
-fn start(agent: &Arc<Agent>, message: &ServeCall) -> Result<Started, ErrorDetail> {
-    let bad = |text: String| ErrorDetail::new(ErrorCode::Unacceptable, text);
+fn bad(text: String) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::Unacceptable, text)
+}
+
+fn find_user(message: &ServeCall) -> Result<User, ErrorDetail> {
+    Ok(message.user.as_deref().map(User::find).transpose().map_err(bad)?.unwrap_or_default())
+}
+
+/// Ends what a server has started and left behind.
+fn end_family(agent: &Agent, user: &User, tag: &str) {
+    if user.is_root() {
+        return family::kill(tag);
+    }
+    let run = || -> std::io::Result<()> {
+        let ids = user.ids();
+        let (own, arguments) = (std::env::current_exe()?, [user::END_FAMILY, &ids, tag]);
+        let directory = Path::new("/");
+        let ending =
+            command::start(&agent.reaper, &own, &arguments, directory, &BTreeMap::new(), Input::Nothing)?;
+        let (never, wake) = (AtomicBool::new(false), Arc::new(Wake::new()?));
+        ending.run(&mut Nowhere, Some(END_TIME), &never, &wake, &agent.drain);
+        Ok(())
+    };
+    if let Err(error) = run() {
+        log(&format!("what a server left behind could not be ended: {error}"));
+    }
+}
+
+/// Where nothing is wanted.
+struct Nowhere;
+
+impl Sink for Nowhere {
+    fn take(&mut self, _stream: Stream, _bytes: &[u8]) -> bool {
+        true
+    }
+}
+
+fn start(agent: &Arc<Agent>, message: &ServeCall, user: &User) -> Result<Started, ErrorDetail> {
     let (name, arguments) =
         message.command.split_first().ok_or_else(|| bad("there is no command to run".to_owned()))?;
-    let user = message.user.as_deref().map(User::find).transpose().map_err(bad)?.unwrap_or_default();
     message.owned.iter().for_each(|directory| user.own(Path::new(directory)));
-    let environment = environment(agent, message, &user);
+    let environment = environment(agent, message, user);
     let directory = PathBuf::from(message.directory.as_deref().unwrap_or(WORKSPACE_DIR));
     // An image's directory need not be there.
     let _ = std::fs::create_dir_all(&directory);

@@ -7,10 +7,12 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 
-use crate::log;
+use crate::{family, log};
 
 /// The agent's command that does it.
 pub(crate) const RUN_AS: &str = "run-as";
+/// The agent's command that ends what such a process has started.
+pub(crate) const END_FAMILY: &str = "end-family";
 
 /// A user; root by default.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -90,9 +92,21 @@ impl User {
 
 /// Becomes another user's program. Comes back only when that fails.
 pub(crate) fn run_as(ids: &str, program: &str, arguments: &[&str]) -> Result<(), String> {
+    become_user(ids)?;
+    Err(format!("{program} can't be run: {}", std::process::Command::new(program).args(arguments).exec()))
+}
+
+/// Ends a family of another user's processes. Only that user can see their tags: root without all its rights can not.
+pub(crate) fn end_family(ids: &str, tag: &str) -> Result<(), String> {
+    become_user(ids)?;
+    family::kill(tag);
+    Ok(())
+}
+
+fn become_user(ids: &str) -> Result<(), String> {
     let ids: Vec<u32> = ids.split(',').filter_map(|id| id.parse().ok()).collect();
     let [uid, gid, ref groups @ ..] = ids[..] else {
-        return Err("run-as needs user and group".to_owned());
+        return Err("a user and a group are needed".to_owned());
     };
     let groups: Vec<u32> = std::iter::once(gid).chain(groups.iter().copied()).collect();
     // SAFETY: the list lives until the call returns; this process has one thread.
@@ -104,7 +118,7 @@ pub(crate) fn run_as(ids: &str, program: &str, arguments: &[&str]) -> Result<(),
     if !changed {
         return Err(format!("can't become user {uid}: {}", std::io::Error::last_os_error()));
     }
-    Err(format!("{program} can't be run: {}", std::process::Command::new(program).args(arguments).exec()))
+    Ok(())
 }
 
 #[cfg(test)]

@@ -5,11 +5,11 @@ use serde_json::Value;
 /// One event.
 #[derive(Clone, Debug)]
 pub struct ServerEvent {
-    /// What kind it is.
+    /// What kind it is; `message` when it does not say.
     pub name: String,
     /// What to send as `Last-Event-ID` to go on after it.
     pub id: Option<String>,
-    /// Its data.
+    /// Its data; null when it has none.
     pub data: Value,
 }
 
@@ -21,7 +21,8 @@ pub struct EventReader {
 }
 
 impl EventReader {
-    pub(crate) fn new(response: reqwest::Response) -> Self {
+    /// The events of an answer.
+    pub fn new(response: reqwest::Response) -> Self {
         Self { response, rest: Vec::new() }
     }
 
@@ -52,9 +53,10 @@ impl EventReader {
 /// None for a comment, which only keeps the connection alive.
 fn parse(block: &str) -> Option<ServerEvent> {
     let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(|text| text.trim());
-    Some(ServerEvent {
-        name: field("event:")?.to_owned(),
-        id: field("id:").map(str::to_owned),
-        data: serde_json::from_str(field("data:")?).expect("data is JSON"),
-    })
+    let data = match field("data:")? {
+        "" => Value::Null,
+        text => serde_json::from_str(text).expect("data is JSON"),
+    };
+    let name = field("event:").unwrap_or("message").to_owned();
+    Some(ServerEvent { name, id: field("id:").map(str::to_owned), data })
 }

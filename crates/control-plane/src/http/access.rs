@@ -4,7 +4,7 @@
 //! workspace and use its tools, and nothing else. What is not listed here is denied.
 
 use axum::extract::{Request, State};
-use axum::http::{Method, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use chrono::Utc;
@@ -25,6 +25,7 @@ pub(crate) async fn check(State(app): State<App>, mut request: Request, next: Ne
     let header = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let secret = header.and_then(bearer).map(str::to_owned);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let has_token = secret.is_some();
     match caller(&app, secret, &method, &path).await {
         Ok(caller) => {
             request.extensions_mut().insert(caller.clone());
@@ -32,7 +33,16 @@ pub(crate) async fn check(State(app): State<App>, mut request: Request, next: Ne
             response.extensions_mut().insert(caller);
             response
         }
-        Err(error) => error.into_response(),
+        Err(error) => {
+            let mut response = error.into_response();
+            if has_token && response.status() == StatusCode::UNAUTHORIZED {
+                // Clients must know whether to get a token, or another one.
+                let challenge =
+                    HeaderValue::from_static("Bearer realm=\"emergent\", error=\"invalid_token\"");
+                response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);
+            }
+            response
+        }
     }
 }
 

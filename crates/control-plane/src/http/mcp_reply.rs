@@ -65,11 +65,7 @@ pub(super) fn session_events(
         }
         let text = match tokio::time::timeout(KEEP_ALIVE, log.next(&mut cursor)).await {
             Ok(Read::Event(event, message)) => format!("id: {number}-{event}\ndata: {message}\n\n"),
-            Ok(Read::Ended) => {
-                session.forget(number);
-                return None;
-            }
-            Ok(Read::Replaced) => return None,
+            Ok(Read::Ended | Read::Replaced) => return None,
             Err(_) => ": keep-alive\n\n".to_owned(),
         };
         session.touch();

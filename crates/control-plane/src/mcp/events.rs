@@ -64,12 +64,6 @@ impl EventLog {
         self.changed.notify_waiters();
     }
 
-    /// Whether everything has been sent to a client, and nothing more will come.
-    pub(crate) fn is_done(&self) -> bool {
-        let state = self.state();
-        state.is_ended && state.delivered >= state.newest()
-    }
-
     /// Whether there will be no more.
     pub(crate) fn is_ended(&self) -> bool {
         self.state().is_ended
@@ -117,12 +111,6 @@ impl EventLog {
     }
 }
 
-impl State {
-    fn newest(&self) -> u64 {
-        self.dropped + self.events.len() as u64
-    }
-}
-
 /// Where a reader is.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cursor {
@@ -154,10 +142,8 @@ mod tests {
         let mut second = log.open(Some(1));
         assert_eq!(log.next(&mut first).await, Read::Replaced);
         assert_eq!(texts(&log, &mut second, 2).await, [(2, "2".to_owned()), (3, "3".to_owned())]);
-        assert!(!log.is_done());
         log.end();
         assert_eq!(log.next(&mut second).await, Read::Ended);
-        assert!(log.is_done());
     }
 
     #[tokio::test]

@@ -20,7 +20,7 @@ const IDLE_TIME_WITH_PROCESS: Duration = Duration::from_secs(10 * 60);
 /// How long the end of an answer is kept for a client that lost its connection.
 const KEEP_ANSWERS: Duration = Duration::from_secs(60);
 /// Answers that are kept at most.
-const MAX_STREAMS: usize = 64;
+const MAX_KEPT: usize = 16;
 
 /// The stream that belongs to no request.
 pub(crate) const STANDALONE: u64 = 0;
@@ -102,8 +102,11 @@ impl Session {
         let log = Arc::new(EventLog::default());
         {
             let mut streams = self.streams();
-            if streams.len() > MAX_STREAMS {
-                streams.retain(|number, log| *number == STANDALONE || !log.is_ended());
+            let ended = streams.iter().filter(|(_, log)| log.is_ended()).map(|(number, _)| *number);
+            let mut ended: Vec<u64> = ended.collect();
+            ended.sort_unstable();
+            for old in &ended[..ended.len().saturating_sub(MAX_KEPT)] {
+                streams.remove(old);
             }
             streams.insert(number, Arc::clone(&log));
         }
@@ -122,21 +125,13 @@ impl Session {
                 next = exchange.next().await;
             }
             pumped.end();
-            // A client that was cut off may come back for it.
+            // A client that was cut off may come back for it: what was sent need not have arrived.
             tokio::time::sleep(KEEP_ANSWERS).await;
             if let Some(session) = session.upgrade() {
                 session.streams().remove(&number);
             }
         });
         (number, log)
-    }
-
-    /// Forgets a stream that was read to its end.
-    pub(crate) fn forget(&self, number: u64) {
-        let mut streams = self.streams();
-        if number != STANDALONE && streams.get(&number).is_some_and(|log| log.is_done()) {
-            streams.remove(&number);
-        }
     }
 }
 

@@ -1,0 +1,243 @@
+//! MCP servers that misbehave, clients that come all at once, and hosts that fail: nobody gets another's answer, nobody
+//! waits for ever, and nothing is left.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::time::{Duration, Instant};
+
+use emergent_test_support::mcp::{self, SERVERS};
+use emergent_test_support::mcp_client::{McpClient, request};
+use emergent_test_support::server::{Answer, TestServer};
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+
+struct World {
+    server: TestServer,
+    image: String,
+}
+
+impl World {
+    async fn new() -> Self {
+        Self { server: TestServer::start(BINARY).await, image: mcp::image(BINARY) }
+    }
+
+    /// Registers the hostile server with a way to misbehave; its name is the way's.
+    async fn host(&self, mode: &[&str]) -> &Self {
+        let request = json!({ "name": mode[0], "args": mode, "provider": "docker", "timeout_ms": 3000 });
+        self.server.register(&self.image, request).await;
+        self.server.wait_for_status(mode[0], "ready").await;
+        self
+    }
+
+    async fn echo(&self, name: &str, text: &str) -> String {
+        self.server.mcp_text(name, "echo", json!({ "text": text })).await
+    }
+
+    async fn remove(&self, name: &str) {
+        self.server.remove_mcp(name).await;
+    }
+}
+
+fn docker(arguments: &[&str]) -> String {
+    let output = std::process::Command::new("docker").args(arguments).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_say_too_much_are_understood_all_the_same() {
+    let world = World::new().await;
+    for mode in [
+        &["junk"][..],
+        &["half-line"],
+        &["twice"],
+        &["stranger"],
+        &["flood-stdout"],
+        &["flood-junk"],
+        &["flood-stderr"],
+    ] {
+        world.host(mode).await;
+        for turn in 0..20 {
+            let text = format!("{} {turn}", mode[0]);
+            assert_eq!(world.echo(mode[0], &text).await, text);
+        }
+        let server = world.server.mcp_server(mode[0]).await;
+        assert_eq!((&server["status"], &server["restarts"]), (&json!("ready"), &json!(0)), "{server:#}");
+        world.remove(mode[0]).await;
+    }
+    // Whoever floods is not let flood the log.
+    assert!(world.server.log().len() < 200_000, "{}", world.server.log().len());
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_answer_of_100_mb_fails_its_call_and_nothing_else() {
+    let world = World::new().await;
+    world.host(&["long-line", "100000000"]).await;
+    let resident = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", world.server.pid())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap().to_owned();
+        line.split_ascii_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
+    };
+    let before = resident();
+    // It takes a moment to print that much; the time-out may come first.
+    let body = json!({ "method": "tools/call", "params": { "name": "long" }, "timeout_ms": 60_000 });
+    let answer = world.server.request("POST", &format!("{SERVERS}/long-line/call"), Some(body)).await.ok();
+    assert!(answer["error"]["message"].as_str().unwrap().contains("100000000 bytes"), "{answer}");
+    assert_eq!(world.echo("long-line", "still there").await, "still there");
+    assert!(resident() < before + 60_000, "{before} kB, then {} kB", resident());
+    world.remove("long-line").await;
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_never_answers_is_shown_and_left_running() {
+    let world = World::new().await;
+    world.host(&["silent-after-init"]).await;
+    let begun = Instant::now();
+    let late = world.server.mcp_tool("silent-after-init", "echo", json!({ "text": "x" })).await;
+    assert_eq!(late.error(504), "deadline_exceeded");
+    assert!(begun.elapsed() < Duration::from_secs(10));
+    let server = world.server.wait_for_status("silent-after-init", "unresponsive").await;
+    assert_eq!(server["restarts"], 0, "{server:#}");
+    world.remove("silent-after-init").await;
+    // One that does not even answer initialize, and one that only takes its time.
+    let request = json!({ "name": "slow-start", "args": ["slow-start", "4000"], "provider": "docker" });
+    world.server.register(&world.image, request).await;
+    assert_eq!(world.echo("slow-start", "here I am").await, "here I am");
+    world.remove("slow-start").await;
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn servers_that_ignore_the_end_are_ended_with_all_they_started() {
+    let world = World::new().await;
+    for mode in ["ignore-eof", "ignore-term"] {
+        world.host(&[mode]).await;
+        world.server.mcp_text(mode, "spawn", json!({ "seconds": 600 })).await;
+        assert_eq!(world.server.mcp_server(mode).await["usage"]["processes"], 2);
+        // The process dies; what it left behind goes with it.
+        world.server.mcp_tool(mode, "crash", json!({ "code": 1 })).await.error(502);
+        world.server.wait_for_status(mode, "ready").await;
+        assert_eq!(world.server.mcp_server(mode).await["usage"]["processes"], 1);
+        world.remove(mode).await;
+    }
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sixty_four_clients_at_once_get_each_their_own_answers() {
+    let world = World::new().await;
+    world.host(&["normal"]).await;
+    let path = format!("{SERVERS}/normal/mcp");
+    let clients = join_all((0..64).map(|_| McpClient::open(&world.server, &path))).await;
+    let work = clients.iter().enumerate().map(|(number, client)| async move {
+        // All use the same ids, and the same progress token.
+        for turn in 0..6_u64 {
+            let text = format!("client {number}, turn {turn}");
+            if (number as u64 + turn).is_multiple_of(3) {
+                let arguments = json!({ "ms": 50 + number, "text": text });
+                assert_eq!(client.text(turn, "sleep", arguments).await, text);
+            } else if number % 5 == 0 {
+                let arguments = json!({ "steps": 3, "text": text });
+                let params = json!({ "name": "progress", "arguments": arguments, "_meta": { "progressToken": "same" } });
+                let mut messages = client.ask(turn, "tools/call", params).await;
+                let answer = messages.pop().unwrap();
+                assert!(answer.to_string().contains(&text), "{answer}");
+                assert_eq!(messages.len(), 3, "{messages:?}");
+                assert!(messages.iter().all(|told| told["params"]["progressToken"] == "same"), "{messages:?}");
+            } else {
+                assert_eq!(client.text(turn, "echo", json!({ "text": text })).await, text);
+            }
+        }
+    });
+    join_all(work).await;
+    let server = world.server.mcp_server("normal").await;
+    assert_eq!((&server["sessions"], &server["pending_calls"]), (&json!(64), &json!(0)), "{server:#}");
+    assert_eq!(server["usage"]["processes"], 1, "{server:#}");
+    join_all(clients.iter().map(McpClient::end)).await;
+    assert_eq!(world.server.mcp_server("normal").await["sessions"], 0);
+    world.remove("normal").await;
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_the_bridge_passes_on_is_what_was_sent() {
+    let world = World::new().await;
+    world.host(&["normal"]).await;
+    // Numbers of any form, unknown fields and their order: the server gives back what it got, as text.
+    let meta = r#"{"z":1.0,"progressToken":7,"a":12345678901234567890,"x-odd":[1e400,"\u00e9"]}"#;
+    let body = format!(
+        r#"{{"method":"tools/call","params":{{"name":"echo","arguments":{{"text":"x"}},"_meta":{meta}}}}}"#
+    );
+    let response = world
+        .server
+        .client()
+        .post(format!("{}{SERVERS}/normal/call", world.server.url))
+        .bearer_auth(&world.server.token)
+        .body(body)
+        .send()
+        .await
+        .unwrap();
+    let text = response.text().await.unwrap();
+    for piece in [r#""z":1.0"#, r#""a":12345678901234567890"#, r#"[1e400,"\u00e9"]"#] {
+        assert!(text.contains(piece), "{piece} is not in {text}");
+    }
+    world.remove("normal").await;
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_container_removed_by_hand_and_an_engines_restart_are_survived() {
+    let world = World::new().await;
+    let request = json!({ "name": "kept", "volumes": ["data:/data"] });
+    let made = world.server.register(&world.image, request).await;
+    let container = made["provider_workspace_id"].as_str().unwrap();
+    docker(&["rm", "--force", container]);
+    let begun = Instant::now();
+    loop {
+        let Answer { status, body } = world.server.mcp_tool("kept", "echo", json!({ "text": "back" })).await;
+        if status == 200 && body["result"]["content"][0]["text"] == "back" {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "{status} {body}");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let server = world.server.wait_for_status("kept", "ready").await;
+    assert!(server["last_exit"]["reason"].as_str().unwrap().contains("sandbox was lost"), "{server:#}");
+    assert_ne!(docker(&["inspect", "--format", "{{.State.Running}}", container]), "");
+    // The whole sandbox is killed.
+    docker(&["kill", "--signal", "KILL", container]);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    world.server.wait_for_status("kept", "ready").await;
+    assert_eq!(world.echo("kept", "again").await, "again");
+    world.remove("kept").await;
+    world.server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancelled_call_is_cancelled_in_the_server_too() {
+    let world = World::new().await;
+    world.host(&["normal"]).await;
+    let client = McpClient::open(&world.server, &format!("{SERVERS}/normal/mcp")).await;
+    // A request that was cancelled has no answer; its connection ends.
+    let cancelled = async {
+        let params = json!({ "name": "sleep", "arguments": { "ms": 60_000, "text": "late" } });
+        client.post(&request(8, "tools/call", params)).await.status()
+    };
+    let cancel = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        client.notify("notifications/cancelled", json!({ "requestId": 8, "reason": "enough" })).await;
+    };
+    let (status, ()) = tokio::join!(cancelled, cancel);
+    assert_eq!(status, 202);
+    let received = world.server.mcp_text("normal", "received", json!({})).await;
+    let received: Value = serde_json::from_str(&received).unwrap();
+    let all = received["notifications"].as_array().unwrap();
+    let cancelled: Vec<_> = all.iter().filter(|told| told["method"] == "notifications/cancelled").collect();
+    assert_eq!(cancelled.len(), 1, "{received:#}");
+    assert_ne!(cancelled[0]["params"]["requestId"], 8, "the server knows it by another id");
+    world.remove("normal").await;
+    world.server.stop();
+}

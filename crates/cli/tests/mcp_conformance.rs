@@ -1,0 +1,75 @@
+//! The official conformance suites, against the fixture behind the bridge and against a workspace's own MCP server.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use emergent_test_support::conformance::{self, Report, Suite};
+use emergent_test_support::mcp::{self, SERVERS};
+use emergent_test_support::server::TestServer;
+use serde_json::json;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const LEGACY: Suite = Suite::Requirements("2025-11-25");
+const MODERN: Suite = Suite::Requirements("2026-07-28");
+const SHARED: &str = include_str!("conformance/shared.yml");
+/// Not scored by the suite: it wants tools' arguments repeated in headers, which is checked by nobody yet.
+const NOT_SCORED: &str = "http-custom-header-server-validation";
+
+async fn host(mode: &str) -> (TestServer, String) {
+    let server = TestServer::start(BINARY).await;
+    let request = json!({ "name": "fixture", "command": ["mcp-fixture"], "mode": mode });
+    server.register(&mcp::image(BINARY), request).await;
+    server.wait_for_status("fixture", "ready").await;
+    (server, format!("{SERVERS}/fixture/mcp"))
+}
+
+#[track_caller]
+fn assert_passed(report: &Report, passed: usize, failed: &[&str]) {
+    assert!(report.is_content, "{}", report.text);
+    assert_eq!(
+        (report.passed.len(), &report.failed),
+        (passed, &failed.iter().map(|name| (*name).to_owned()).collect()),
+        "{}",
+        report.text
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_for_each_session_passes_everything() {
+    let (server, path) = host("per_session").await;
+    assert_passed(&conformance::run(&server, &path, Suite::First, None).await, 30, &[]);
+    assert_passed(&conformance::run(&server, &path, LEGACY, None).await, 33, &[]);
+    server.remove_mcp("fixture").await;
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shared_process_passes_everything_that_asks_no_client() {
+    let (server, path) = host("shared").await;
+    for (suite, all) in [(Suite::First, 30), (LEGACY, 33)] {
+        let report = conformance::run(&server, &path, suite, Some(SHARED)).await;
+        assert!(report.is_content, "{}", report.text);
+        assert_eq!(report.passed.len(), all - 4, "{}", report.text);
+    }
+    let report = conformance::run(&server, &path, MODERN, None).await;
+    assert_passed(&report, 49, &[NOT_SCORED]);
+    server.remove_mcp("fixture").await;
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_workspaces_tools_pass_what_tools_can_pass() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker" })).await;
+    let path = format!("/api/v1/agent/workspaces/{id}/mcp");
+    for (suite, expected) in [
+        (Suite::First, include_str!("../../workspace-mcp/conformance/expected-failures-0.1.16.yml")),
+        (LEGACY, include_str!("../../workspace-mcp/conformance/expected-failures-2025-11-25.yml")),
+        (MODERN, include_str!("../../workspace-mcp/conformance/expected-failures-2026-07-28.yml")),
+    ] {
+        let report = conformance::run(&server, &path, suite, Some(expected)).await;
+        assert!(report.is_content, "{suite:?}: {}", report.text);
+        assert!(report.passed.len() >= 5, "{suite:?}: {}", report.text);
+    }
+    server.destroy(&id).await;
+    server.stop();
+}
