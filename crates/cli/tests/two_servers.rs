@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::postgres::TestPostgres;
 use emergent_test_support::server::TestServer;
 use futures_util::future::join_all;
@@ -164,5 +165,29 @@ async fn what_a_killed_server_had_begun_the_other_ends() {
     }
     two.destroy(&kept).await;
     one.stop_beside(&two);
+    two.stop();
+}
+
+#[tokio::test]
+async fn an_mcp_server_is_run_by_one_server_and_taken_over_by_the_other() {
+    let (mut one, two) = pair(&[]).await;
+    one.register(&mcp::image(BINARY), json!({ "name": "common", "provider": "docker" })).await;
+    one.wait_for_status("common", "ready").await;
+    // The other knows of it, and leaves it alone.
+    assert_eq!(two.mcp_server("common").await["status"], "elsewhere");
+    assert_eq!(two.mcp_tool("common", "echo", json!({ "text": "x" })).await.error(503), "unavailable");
+    two.request("POST", &format!("{SERVERS}/common/restart"), None).await.error(503);
+    assert_eq!(one.mcp_text("common", "echo", json!({ "text": "mine" })).await, "mine");
+    assert_eq!(one.mcp_server("common").await["usage"]["processes"], 1);
+    one.kill();
+    two.wait_for_status("common", "ready").await;
+    assert_eq!(two.mcp_text("common", "echo", json!({ "text": "now mine" })).await, "now mine");
+    assert_eq!(two.mcp_server("common").await["usage"]["processes"], 1);
+    // Back again, it is the other's; and either removes it.
+    one.start_again().await;
+    assert_eq!(one.mcp_server("common").await["status"], "elsewhere");
+    one.remove_mcp("common").await;
+    two.request("GET", &format!("{SERVERS}/common"), None).await.error(404);
+    one.terminate();
     two.stop();
 }

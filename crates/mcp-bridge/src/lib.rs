@@ -1,7 +1,7 @@
 //! Many MCP clients on one stdio process.
 //!
 //! An MCP server on stdio has one client and no idea of others. [`Bridge`] is that client, and lets any number of others
-//! use the process: it forwards their messages as raw text with ids of its own ([`routes`]), and what comes back goes to
+//! use the process: it forwards their messages as raw text with ids of its own (`routes.rs`), and what comes back goes to
 //! who asked. It knows neither HTTP nor sandboxes: bytes come in by [`Bridge::receive`], lines go out by
 //! [`Outgoing::next`].
 //!

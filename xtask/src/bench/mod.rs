@@ -12,6 +12,7 @@
 //! its janitor removes everything with the installation's label, which the containers of the baseline carry too.
 
 mod docker;
+mod peers;
 pub(crate) mod report;
 pub(crate) mod rows;
 pub(crate) mod session;

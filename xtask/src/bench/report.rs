@@ -49,6 +49,8 @@ pub(crate) enum Promise {
     Below(f64),
     /// Our median is at most this.
     AtMost(f64),
+    /// Our median is at most this more than the baseline's.
+    AtMostOver(f64),
     /// All but one in a hundred of ours are less than this.
     P99Below(f64),
     /// The ratio should be at least this; nothing is missed when it is not.
@@ -101,6 +103,7 @@ impl Row {
             Promise::AtMostTimes(most) => Some(ratio <= most),
             Promise::Below(limit) => Some(self.ours.p50 < limit),
             Promise::AtMost(most) => Some(self.ours.p50 <= most),
+            Promise::AtMostOver(most) => Some(self.ours.p50 - self.baseline?.p50 <= most),
             Promise::P99Below(limit) => Some(self.ours.p99 < limit),
             Promise::Wish(_) => None,
         });
@@ -113,6 +116,10 @@ impl Row {
             Promise::AtMostTimes(most) => format!("≤ {most} ×"),
             Promise::Below(limit) => format!("< {limit} {}", self.unit.as_str()),
             Promise::AtMost(most) => format!("≤ {most} {}", self.unit.as_str()),
+            Promise::AtMostOver(most) => {
+                let over = self.ours.p50 - self.baseline.map_or(0.0, |baseline| baseline.p50);
+                format!("≤ {most} {} more (is {over:.2})", self.unit.as_str())
+            }
             Promise::P99Below(limit) => {
                 format!("p99 < {limit} {} (is {})", self.unit.as_str(), self.unit.show(self.ours.p99))
             }

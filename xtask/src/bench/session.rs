@@ -81,6 +81,16 @@ impl Session {
         format!("emergent.installation={}", self.server.installation())
     }
 
+    /// Where the server listens.
+    pub(crate) fn url(&self) -> &str {
+        &self.server.url
+    }
+
+    /// Its admin token.
+    pub(crate) fn token(&self) -> &str {
+        self.server.token.trim()
+    }
+
     /// The server's process.
     pub(crate) fn server_pid(&self) -> u32 {
         self.server.pid()

@@ -150,7 +150,7 @@ pub(super) async fn call(
     }
     let id = app.mcp.id_of(&id).await?;
     let within = request.timeout_ms.map(Duration::from_millis);
-    let hosted = app.mcp.hosted(id)?;
+    let hosted = app.mcp.hosted(id).await?;
     let answer = app.mcp.call(&hosted, &request.method, request.params.as_deref(), within).await?;
     Ok(Json(CallAnswer { result: answer.result, error: answer.error }))
 }
@@ -180,7 +180,7 @@ pub(super) async fn logs(
     Params(params): Params<LogParams>,
 ) -> Result<Response, ApiError> {
     let id = app.mcp.id_of(&id).await?;
-    let hosted = app.mcp.hosted(id)?;
+    let hosted = app.mcp.hosted(id).await?;
     let tail = params.tail.unwrap_or(DEFAULT_LINES);
     if !params.follow.unwrap_or(false) {
         let lines = hosted.journal.after(0, tail).into_iter().map(log_line).collect();

@@ -160,7 +160,7 @@ async fn admit(app: &App, id: &str, headers: &HeaderMap) -> Result<Arc<Hosted>, 
         return Err(ApiError::new(ErrorCode::Forbidden, message).into_response());
     }
     let id = app.mcp.id_of(id).await.map_err(|error| ApiError(error).into_response())?;
-    app.mcp.hosted(id).map_err(|error| ApiError(error).into_response())
+    app.mcp.hosted(id).await.map_err(|error| ApiError(error).into_response())
 }
 
 /// Requests of programs have no origin. Those of pages are let in from this machine, and from where the settings say: a

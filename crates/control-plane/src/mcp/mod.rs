@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use emergent_failpoint::failpoint;
 use emergent_store::WorkspaceRecord;
-use emergent_wire::mcp::{McpServer, McpServerList, RegisterMcpServer};
+use emergent_wire::mcp::{McpServer, McpServerList, McpStatus, RegisterMcpServer};
 use emergent_wire::workspace::{ContainerType, WorkspaceStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use futures_util::future::join_all;
@@ -73,7 +73,8 @@ impl McpHost {
     /// Looks after a server from now on.
     fn adopt(self: &Arc<Self>, record: &WorkspaceRecord) {
         let id = record.workspace.id;
-        if !matches!(record.workspace.status, WorkspaceStatus::Ready | WorkspaceStatus::Error) {
+        let is_there = matches!(record.workspace.status, WorkspaceStatus::Ready | WorkspaceStatus::Error);
+        if !is_there || record.workspace.container_type != ContainerType::McpServer {
             return;
         }
         let mut servers = self.servers();
@@ -99,16 +100,22 @@ impl McpHost {
         failpoint!("mcp.registered");
         let record = self.workspaces.store.workspace_record(workspace.id).await.map_err(error_of)?;
         self.adopt(&record);
-        if let Ok(hosted) = self.hosted(workspace.id) {
+        if let Ok(hosted) = self.hosted(workspace.id).await {
             hosted.first_start(REGISTER_WAITS).await;
         }
         self.get(workspace.id).await
     }
 
     /// A server that this process looks after.
-    pub(crate) fn hosted(&self, id: WorkspaceId) -> Result<Arc<Hosted>, ErrorDetail> {
+    pub(crate) async fn hosted(self: &Arc<Self>, id: WorkspaceId) -> Result<Arc<Hosted>, ErrorDetail> {
+        if let Some(hosted) = self.servers().get(&id).cloned() {
+            return Ok(hosted);
+        }
+        // Another server of this installation may have registered it a moment ago.
+        let record = self.workspaces.store.workspace_record(id).await.map_err(error_of)?;
+        self.adopt(&record);
         self.servers().get(&id).cloned().ok_or_else(|| {
-            let message = "this MCP server is not looked after yet: try again in a moment";
+            let message = format!("the MCP server is {}: try again in a moment", record.workspace.status);
             ErrorDetail::new(ErrorCode::Unavailable, message)
         })
     }
@@ -164,8 +171,12 @@ impl McpHost {
     }
 
     /// Restarts a server in a new container: SIGTERM, 10 s, SIGKILL. Its counters begin anew.
-    pub(crate) async fn restart(&self, id: WorkspaceId) -> Result<McpServer, ErrorDetail> {
-        let hosted = self.hosted(id)?;
+    pub(crate) async fn restart(self: &Arc<Self>, id: WorkspaceId) -> Result<McpServer, ErrorDetail> {
+        let hosted = self.hosted(id).await?;
+        if hosted.standing().status == McpStatus::Elsewhere {
+            let message = "another server of this installation runs this MCP server: ask that one";
+            return Err(ErrorDetail::new(ErrorCode::Unavailable, message));
+        }
         hosted.order(Order::Restart).await?;
         hosted.first_start(REGISTER_WAITS).await;
         self.get(id).await

@@ -182,6 +182,11 @@ impl Supervisor {
         if record.workspace.status == WorkspaceStatus::Destroying {
             return Err(ErrorDetail::new(ErrorCode::NotFound, "it is being removed"));
         }
+        if record.workspace.status == WorkspaceStatus::Error {
+            // Only a row says so, and it is nobody's then.
+            let (from, to) = (&[WorkspaceStatus::Error], WorkspaceStatus::Ready);
+            workspaces.store.transition(id, from, to).await.map_err(error_of)?;
+        }
         if record.owner != Some(workspaces.store.server()) && workspaces.take_over(&record).await.is_err() {
             return Ok(None);
         }
@@ -228,10 +233,6 @@ impl Supervisor {
             }
             Err(error) => return Err(error.into()),
         };
-        if record.workspace.status == WorkspaceStatus::Error {
-            let (from, to) = (&[WorkspaceStatus::Error], WorkspaceStatus::Ready);
-            workspaces.store.transition(record.workspace.id, from, to).await.map_err(error_of)?;
-        }
         Ok(Reached { channel, provider: provider.name() })
     }
 

@@ -30,6 +30,9 @@ impl McpHost {
         let status = match (workspace.status, &standing) {
             (WorkspaceStatus::Destroying, _) => McpStatus::Removing,
             (_, Some(standing)) => standing.status,
+            (_, None) if record.owner.is_some_and(|owner| owner != self.workspaces.store.server()) => {
+                McpStatus::Elsewhere
+            }
             (_, None) => McpStatus::Starting,
         };
         let (pending, _) = hosted.as_ref().map(|hosted| hosted.bridge.load()).unwrap_or_default();

@@ -5,6 +5,7 @@ mod create;
 mod files;
 mod grep;
 pub(crate) mod idle;
+mod mcp;
 mod warm;
 
 use std::fmt;
@@ -32,6 +33,8 @@ pub(crate) enum Topic {
     Warm,
     /// A large tree is searched, against rg
     Grep,
+    /// A tool of a hosted MCP server is called, against raw stdio and other bridges
+    Mcp,
     /// What idle workspaces cost
     Idle,
 }
@@ -59,6 +62,7 @@ impl Topic {
             Topic::Create => create::measure(session).await,
             Topic::Warm => warm::measure(session).await,
             Topic::Grep => grep::measure(session).await,
+            Topic::Mcp => mcp::measure(session).await,
             Topic::Idle => idle::measure(session).await,
         }
     }
