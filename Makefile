@@ -37,7 +37,7 @@ doctor: build ## Say what works on this machine and how to fix what does not
 	@$(TARGET_DIR)/release/emergent doctor $(ARGS)
 
 ##@ Change it
-.PHONY: test fmt lint doc deny unit
+.PHONY: test fmt lint doc deny unit conformance
 test: setup-test fmt lint doc deny unit ## Everything a change must pass
 
 fmt: ## … is it formatted? (cargo fmt repairs it)
@@ -57,13 +57,19 @@ unit: ## … the tests (ARGS='-E test(edit)' for some of them)
 	@scripts/phase nextest cargo nextest run --workspace --locked $(ARGS)
 	@scripts/phase doctest cargo test --workspace --doc --locked --quiet
 
+conformance: setup-test ## The official MCP conformance suites alone (`unit` runs them too)
+	@cargo nextest run --locked -p emergent --test mcp_conformance $(ARGS)
+
 ##@ Measure it
-.PHONY: bench load
+.PHONY: bench load crashes
 bench: setup build ## The promises of SPECIFICATION.md as ratios, measured here and now
 	@cargo run --release --locked -p xtask -- bench $(ARGS)
 
 load: setup build ## 50 workspaces at once, from create to destroy; says what is left (ARGS='--help')
 	@cargo run --release --locked -p xtask -- load $(ARGS)
+
+crashes: setup build ## An MCP server that crashes 1,000 times; says how soon it is back and what is left
+	@cargo run --release --locked -p xtask -- crashes $(ARGS)
 
 ##@ Make parts of it
 .PHONY: setup setup-test build openapi clean help

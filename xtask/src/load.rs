@@ -50,10 +50,10 @@ struct Phases {
 
 /// What the server's process holds.
 #[derive(Clone, Copy, Debug)]
-struct Held {
-    mebibytes: f64,
-    files: usize,
-    threads: usize,
+pub(crate) struct Held {
+    pub(crate) mebibytes: f64,
+    pub(crate) files: usize,
+    pub(crate) threads: usize,
 }
 
 /// Runs the load, prints what it found.
@@ -198,7 +198,7 @@ async fn rows_left(server: &TestServer) -> Result<Vec<String>> {
     Ok(items.iter().map(|item| format!("row {} ({})", item["id"], item["status"])).collect())
 }
 
-fn held(pid: u32) -> Result<Held> {
+pub(crate) fn held(pid: u32) -> Result<Held> {
     let count = |what: &str| -> Result<usize> {
         let path = format!("/proc/{pid}/{what}");
         Ok(std::fs::read_dir(&path).context(path)?.count())

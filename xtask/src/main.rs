@@ -1,6 +1,7 @@
 //! Tasks of the project: `cargo run -p xtask -- openapi`, `cargo run --release -p xtask -- bench`, `… -- load`.
 
 mod bench;
+mod crashes;
 mod load;
 
 use std::path::Path;
@@ -25,6 +26,8 @@ enum Task {
     Bench(bench::Options),
     /// Create, use and destroy many workspaces at once; say how long it took and what is left
     Load(load::Options),
+    /// Crash a hosted MCP server again and again; say how soon it is back and what is left
+    Crashes(crashes::Options),
 }
 
 fn main() -> Result<ExitCode> {
@@ -32,6 +35,7 @@ fn main() -> Result<ExitCode> {
         Task::Openapi => write_openapi().map(|()| ExitCode::SUCCESS),
         Task::Bench(options) => bench::run(&options),
         Task::Load(options) => load::run(&options),
+        Task::Crashes(options) => crashes::run(&options),
     }
 }
 

@@ -7,6 +7,8 @@
 use std::process::Command;
 
 use emergent_test_support::engine::TestEngine;
+use emergent_test_support::mcp::{self, SERVERS};
+use emergent_test_support::mcp_client::McpClient;
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 
@@ -264,17 +266,20 @@ async fn linux_without_kvm() {
 
 #[tokio::test]
 async fn mcp_server_with_gvisor_networking() {
-    // What keeps MCP servers apart is the network they share with workspaces: the channel works, and neither other
-    // containers, nor the host, nor private networks can be reached.
+    // The server reaches it through its channel; other containers do not, though it listens on all its addresses; and what
+    // runs in it reaches neither others, nor the host, nor private networks.
     let server = TestServer::start(BINARY).await;
-    let (first, second) = (server.create(json!({})).await, server.create(json!({})).await);
-    let network = inspect("container", &second)["NetworkSettings"]["Networks"].clone();
+    let command = json!(["mcp-fixture", "--http", "0.0.0.0:8000"]);
+    let request = json!({ "name": "listening", "command": command, "stdio_bridge": false, "port": 8000 });
+    let hosted = server.register(&mcp::image(BINARY), request).await;
+    assert_eq!((&hosted["status"], &hosted["provider"]), (&json!("ready"), &json!("gvisor")), "{hosted:#}");
+    let first = server.create(json!({})).await;
+    let second = hosted["id"].as_str().unwrap();
+    let network = inspect("container", second)["NetworkSettings"]["Networks"].clone();
     let address =
         network.as_object().unwrap().values().next().unwrap()["IPAddress"].as_str().unwrap().to_owned();
     let gateway =
         network.as_object().unwrap().values().next().unwrap()["Gateway"].as_str().unwrap().to_owned();
-    let listen = json!({ "command": "python3 -m http.server 8000", "background": true });
-    server.tool(&second, "bash", listen).await.ok();
     let probe = |host: &str, port: u16, tries: u32| {
         format!(
             "python3 - <<'END'\nimport socket, time\nfor _ in range({tries}):\n    try:\n        \
@@ -282,8 +287,8 @@ async fn mcp_server_with_gvisor_networking() {
              time.sleep(0.1)\nelse:\n    print('closed')\nEND"
         )
     };
-    // It listens: its own side can connect.
-    assert_eq!(server.bash(&second, &probe("127.0.0.1", 8000, 100)).await, "open\n");
+    let client = McpClient::open(&server, &format!("{SERVERS}/listening/mcp")).await;
+    assert_eq!(client.text(1, "echo", json!({ "text": "reached" })).await, "reached");
     // A port of the host, on the bridge's own address and on a public one.
     let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -297,7 +302,7 @@ async fn mcp_server_with_gvisor_networking() {
         assert_eq!(server.bash(&first, &probe(host, port, 1)).await, "closed\n", "{host}:{port}");
     }
     server.destroy(&first).await;
-    server.destroy(&second).await;
+    server.remove_mcp("listening").await;
     server.stop();
 }
 

@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use emergent_test_support::engine::TestEngine;
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::{McpClient, request};
 use emergent_test_support::server::{Answer, TestServer};
@@ -189,7 +190,7 @@ async fn what_the_bridge_passes_on_is_what_was_sent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_container_removed_by_hand_and_an_engines_restart_are_survived() {
+async fn a_container_that_is_removed_or_killed_by_hand_comes_back() {
     let world = World::new().await;
     let request = json!({ "name": "kept", "volumes": ["data:/data"] });
     let made = world.server.register(&world.image, request).await;
@@ -216,6 +217,38 @@ async fn a_container_removed_by_hand_and_an_engines_restart_are_survived() {
     world.server.stop();
 }
 
+/// An MCP server in bash: whatever it is asked, it says how often its directory was used.
+const COUNTING: &str = r#"
+echo x >> /data/starts
+while read -r line; do
+    id=$(printf '%s' "$line" | sed -n 's/.*"id":\([0-9]*\).*/\1/p')
+    [ -z "$id" ] || printf '{"jsonrpc":"2.0","id":%s,"result":{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{"name":"s","version":"1"},"starts":%s}}\n' "$id" "$(wc -l < /data/starts)"
+done
+"#;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_mcp_server_comes_back_when_the_engine_does() {
+    for signal in ["TERM", "KILL"] {
+        let mut engine = TestEngine::start_with_gvisor("");
+        let host = engine.host();
+        let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
+        let command = json!(["bash", "-c", COUNTING]);
+        let request = json!({ "name": "counting", "command": command, "volumes": ["data:/data"], "network": "isolated" });
+        server.register("emergent/workspace:latest", request).await;
+        server.wait_for_status("counting", "ready").await;
+        let starts = async || server.mcp("counting", "count", json!({})).await;
+        assert_eq!(starts().await.ok()["result"]["starts"], 1);
+        tokio::task::block_in_place(|| engine.end(signal));
+        server.wait_for_status("counting", "error").await;
+        assert_eq!(starts().await.error(503), "unavailable", "{signal}");
+        engine.start_again();
+        server.wait_for_status("counting", "ready").await;
+        assert_eq!(starts().await.ok()["result"]["starts"], 2, "{signal}");
+        server.remove_mcp("counting").await;
+        server.stop();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cancelled_call_is_cancelled_in_the_server_too() {
     let world = World::new().await;
@@ -239,5 +272,39 @@ async fn a_cancelled_call_is_cancelled_in_the_server_too() {
     assert_eq!(cancelled.len(), 1, "{received:#}");
     assert_ne!(cancelled[0]["params"]["requestId"], 8, "the server knows it by another id");
     world.remove("normal").await;
+    world.server.stop();
+}
+
+/// An MCP server in Python: asked for anything but `initialize`, it eats all the memory there is.
+const HUNGRY: &str = r#"
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("method") == "initialize":
+        info = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "h", "version": "1"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": info}), flush=True)
+    elif asked.get("method") == "eat":
+        eaten = []
+        while True:
+            eaten.append(bytearray(16 << 20))
+"#;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_runs_out_of_memory_is_told_and_started_again() {
+    let world = World::new().await;
+    for provider in ["gvisor", "docker"] {
+        let command = json!(["python3", "-c", HUNGRY]);
+        let limits = json!({ "memory": "256M" });
+        let request =
+            json!({ "name": "hungry", "command": command, "provider": provider, "resource_limits": limits });
+        world.server.register(&world.image, request).await;
+        world.server.wait_for_status("hungry", "ready").await;
+        let answer = world.server.mcp("hungry", "eat", json!({})).await;
+        assert_eq!(answer.error(502), "sandbox_lost", "{provider}");
+        let server = world.server.wait_for_status("hungry", "ready").await;
+        let reason = server["last_exit"]["reason"].as_str().unwrap();
+        assert!(reason.contains("out of memory"), "{provider}: {server:#}");
+        world.remove("hungry").await;
+    }
     world.server.stop();
 }

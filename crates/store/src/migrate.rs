@@ -213,6 +213,7 @@ mod tests {
             [
                 "7ef5249359895cadd08a5f49be755df79f0cbdf7b4685df4db0b5268b026d6ce",
                 "e3a9ae6f1746e4c42dfd57ae1f294d967296c64af1b8c91a682c48a754b88bc9",
+                "805e3acead371f4b92c024172d3e9715f535c50321c5ee1c9795eb0b6dce312c",
             ]
         );
     }

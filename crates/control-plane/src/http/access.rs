@@ -82,7 +82,7 @@ pub(crate) fn workspace_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
 }
 
 /// The MCP server that an address is about, where it is named by its id, and what comes after it.
-pub(crate) fn mcp_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
+fn mcp_route(path: &str) -> Option<(WorkspaceId, Vec<&str>)> {
     route_below("/api/v1/mcp/servers/", path)
 }
 

@@ -14,12 +14,14 @@ use emergent_mcp_bridge::envelope::{Kind, Members, Message, codes};
 use emergent_mcp_bridge::{BridgeError, Exchange, Item};
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
+use serde_json::{Value, json};
 
 use super::App;
 use super::error::ApiError;
 use super::mcp_modern;
 use super::mcp_proxy;
 use super::mcp_reply::{self as reply, SESSION_HEADER};
+use super::summary::SummarySlot;
 use crate::mcp::session::{STANDALONE, Session};
 use crate::mcp::{Hosted, MODERN};
 
@@ -46,6 +48,7 @@ pub(super) async fn post(State(app): State<App>, Path(id): Path<String>, request
         return proxied(&app, &hosted, request).await;
     }
     let headers = request.headers().clone();
+    let summary = request.extensions().get::<SummarySlot>().cloned();
     if let Err(refusal) = check_types(&headers) {
         return refusal.into_response();
     }
@@ -65,6 +68,9 @@ pub(super) async fn post(State(app): State<App>, Path(id): Path<String>, request
         Ok(message) => message,
         Err((code, text)) => return reply::error(StatusCode::BAD_REQUEST, None, code, &text),
     };
+    if let Some(slot) = summary {
+        slot.set(summary_of(&message));
+    }
     if mcp_modern::is_modern(&headers, &message) {
         return mcp_modern::post(&app, &hosted, &headers, &message).await;
     }
@@ -186,6 +192,13 @@ async fn proxied(app: &App, hosted: &Hosted, request: Request) -> Response {
         Ok(response) => response,
         Err(error) => ApiError(error).into_response(),
     }
+}
+
+/// What the audit log keeps of a message: what is called, never with what.
+fn summary_of(message: &Message<'_>) -> Value {
+    let short = |text: String| text.chars().take(100).collect::<String>();
+    let name = message.param("name").and_then(|raw| serde_json::from_str(raw).ok()).map(short);
+    json!({ "method": message.method.clone().map(short), "name": name })
 }
 
 /// Begins a session.

@@ -11,7 +11,7 @@ use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::ErrorCode;
 
 use super::App;
-use super::access::{Caller, mcp_route, workspace_route};
+use super::access::{Caller, workspace_route};
 use super::error::FailedWith;
 use super::summary::SummarySlot;
 
@@ -61,7 +61,10 @@ pub(super) async fn calls(State(app): State<App>, mut request: Request, next: Ne
     metrics::counter!("emergent_calls_total", "action" => action.clone(), "outcome" => outcome.as_str())
         .increment(1);
     let caller = response.extensions().get::<Caller>().map(|caller| caller.0.clone());
-    let workspace = workspace_route(&path).or_else(|| mcp_route(&path)).map(|(id, _)| id);
+    let workspace = workspace_route(&path).map(|(id, _)| id).or_else(|| {
+        let server = path.strip_prefix("/api/v1/mcp/servers/")?.split('/').next()?;
+        server.parse().ok().or_else(|| app.mcp.known(server))
+    });
     tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
     if is_audited(&action) {
         let entry = AuditEntry {

@@ -140,16 +140,18 @@ impl McpHost {
         }
     }
 
+    /// The id of a server that this process looks after.
+    pub(crate) fn known(&self, id_or_name: &str) -> Option<WorkspaceId> {
+        let servers = self.servers();
+        match id_or_name.parse() {
+            Ok(id) => servers.contains_key(&id).then_some(id),
+            Err(_) => servers.values().find(|hosted| hosted.name == id_or_name).map(|hosted| hosted.id),
+        }
+    }
+
     /// The id of a server, without asking the store where that can be avoided.
     pub(crate) async fn id_of(&self, id_or_name: &str) -> Result<WorkspaceId, ErrorDetail> {
-        let known = {
-            let servers = self.servers();
-            match id_or_name.parse() {
-                Ok(id) => servers.contains_key(&id).then_some(id),
-                Err(_) => servers.values().find(|hosted| hosted.name == id_or_name).map(|hosted| hosted.id),
-            }
-        };
-        match known {
+        match self.known(id_or_name) {
             Some(id) => Ok(id),
             None => Ok(self.find(id_or_name).await?.workspace.id),
         }

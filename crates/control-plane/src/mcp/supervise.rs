@@ -157,6 +157,7 @@ impl Supervisor {
         failpoint!("mcp.sandbox_reached");
         hosted.set_program(&program);
         let started = Instant::now();
+        let kills_before = self.oom_kills(&reached);
         hosted.stand(|standing| {
             standing.started_at = Some(Utc::now());
             standing.next_restart_at = None;
@@ -171,7 +172,17 @@ impl Supervisor {
             self.run_bridged(&reached.channel, &program).await
         };
         failpoint!("mcp.process_ended");
-        Run::Ended(self.explain(end).await, started)
+        let mut end = self.explain(end).await;
+        if let End::Exited(answer) = &mut end {
+            // What the host has ended, only the host knows.
+            answer.oom_killed |= answer.exit_code != Some(0) && self.oom_kills(&reached) > kills_before;
+        }
+        Run::Ended(end, started)
+    }
+
+    fn oom_kills(&self, reached: &Reached) -> u64 {
+        let provider = self.host.workspaces.provider(reached.provider);
+        provider.map_or(0, |provider| provider.oom_kills(self.hosted.id))
     }
 
     /// Reaches the sandbox, and says what is to be run in it. None when another server does that.
@@ -497,6 +508,7 @@ impl Supervisor {
                 self.crashes.reset();
                 self.failures = 0;
                 hosted.begin_anew();
+                *hosted.modern.lock().await = None;
                 if let Err(error) = self.renew().await {
                     tracing::warn!(mcp_server = hosted.name, %error, "its container could not be made anew");
                     hosted.journal.note(format!("its container could not be made anew: {error}"));
