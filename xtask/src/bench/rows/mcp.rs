@@ -12,7 +12,8 @@ use emergent_test_support::mcp;
 use futures_util::future::try_join_all;
 use reqwest::Method;
 use serde_json::{Value, json};
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
 use crate::bench::peers::{Peer, Peers};
@@ -148,14 +149,15 @@ async fn against_bridges(session: &Session, hosted: &Hosted<'_>) -> Result<Vec<R
     for Peer { name, url, .. } in &peers.running {
         let theirs = Endpoint { url: url.clone(), token: None };
         for (clients, calls) in [(1, 100), (MANY, session.either(10, 30))] {
-            let (ours, theirs) = (ours.open(clients).await?, theirs.open(clients).await?);
+            let (mut ours, mut theirs) = (ours.open(clients).await?, theirs.open(clients).await?);
             let rounds = Rounds { warm_up: 1, counted: session.either(3, 9) };
-            let run = async |clients: &[Client]| {
+            let run = async |clients: &mut [Client]| {
                 let begun = Instant::now();
-                try_join_all(clients.iter().map(|client| client.calls(calls))).await?;
+                try_join_all(clients.iter_mut().map(|client| client.calls(calls))).await?;
                 Ok(begun.elapsed())
             };
-            let pair = in_turns(rounds, async || run(&ours).await, async || run(&theirs).await).await?;
+            let pair =
+                in_turns(rounds, async || run(&mut ours).await, async || run(&mut theirs).await).await?;
             let rate = |summary: &crate::bench::stats::Summary| {
                 #[allow(clippy::cast_precision_loss, reason = "a few hundred calls")]
                 let all = (clients * calls) as f64;
@@ -192,50 +194,87 @@ impl Endpoint {
     }
 }
 
+/// A client that costs next to nothing: one connection, requests that are written in one piece, answers of which only the
+/// end is looked for. A real one would be measured more than what it talks to.
 struct Client {
-    http: reqwest::Client,
-    url: String,
-    token: Option<String>,
-    session: Option<String>,
+    stream: BufReader<TcpStream>,
+    head: String,
 }
 
 impl Client {
     async fn open(endpoint: &Endpoint) -> Result<Self> {
-        let http = reqwest::Client::builder().pool_max_idle_per_host(1).no_proxy().build()?;
-        let (url, token) = (endpoint.url.clone(), endpoint.token.clone());
-        let mut client = Self { http, url, token, session: None };
-        let answer = client.post(&request(0, "initialize", &initialize())).await?;
-        let session = answer.headers().get("mcp-session-id");
-        client.session = session.map(|id| id.to_str().map(str::to_owned)).transpose()?;
-        answer.bytes().await?;
-        let initialized = json!({ "jsonrpc": "2.0", "method": "notifications/initialized" });
-        client.post(&initialized).await?.bytes().await?;
+        let rest = endpoint.url.strip_prefix("http://").context("a plain URL")?;
+        let (host, path) = rest.split_once('/').context("a path")?;
+        let stream = TcpStream::connect(host).await?;
+        stream.set_nodelay(true)?;
+        let mut head = format!(
+            "POST /{path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n\
+             accept: application/json, text/event-stream\r\n"
+        );
+        if let Some(token) = &endpoint.token {
+            head += &format!("authorization: Bearer {token}\r\n");
+        }
+        let mut client = Self { stream: BufReader::new(stream), head };
+        let (session, _) = client.post(&request(0, "initialize", &initialize())).await?;
+        let session = session.context("no session")?;
+        client.head += &format!("mcp-session-id: {session}\r\nmcp-protocol-version: 2025-06-18\r\n");
+        client.post(&json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await?;
         Ok(client)
     }
 
-    async fn post(&self, message: &Value) -> Result<reqwest::Response> {
-        let mut call = self.http.post(&self.url).json(message);
-        call = call.header("accept", "application/json, text/event-stream");
-        if let Some(token) = &self.token {
-            call = call.bearer_auth(token);
+    /// Sends a message; gives the session's id, if there is one, and the body.
+    async fn post(&mut self, message: &Value) -> Result<(Option<String>, Vec<u8>)> {
+        let body = message.to_string();
+        let text = format!("{}content-length: {}\r\n\r\n{body}", self.head, body.len());
+        self.stream.write_all(text.as_bytes()).await?;
+        let status = self.line().await?;
+        ensure!(status.contains(" 200 ") || status.contains(" 202 "), "{status}");
+        let (mut length, mut is_chunked, mut session) = (0, false, None);
+        loop {
+            let line = self.line().await?;
+            let Some((name, value)) = line.split_once(':') else {
+                ensure!(line.is_empty(), "{line}");
+                break;
+            };
+            match name.to_ascii_lowercase().as_str() {
+                "content-length" => length = value.trim().parse()?,
+                "transfer-encoding" => is_chunked = value.trim() == "chunked",
+                "mcp-session-id" => session = Some(value.trim().to_owned()),
+                _ => {}
+            }
         }
-        if let Some(session) = &self.session {
-            call = call.header("mcp-session-id", session).header("mcp-protocol-version", "2025-06-18");
+        let mut body = Vec::new();
+        if !is_chunked {
+            self.take(&mut body, length).await?;
+            return Ok((session, body));
         }
-        let answer = call.send().await?;
-        ensure!(answer.status().is_success(), "{} {}", self.url, answer.status());
-        Ok(answer)
+        loop {
+            let size = usize::from_str_radix(&self.line().await?, 16)?;
+            self.take(&mut body, size).await?;
+            self.line().await?;
+            if size == 0 {
+                return Ok((session, body));
+            }
+        }
     }
 
-    async fn calls(&self, count: usize) -> Result<()> {
+    async fn line(&mut self) -> Result<String> {
+        let mut line = String::new();
+        ensure!(self.stream.read_line(&mut line).await? > 0, "the connection was closed");
+        Ok(line.trim_end().to_owned())
+    }
+
+    async fn take(&mut self, body: &mut Vec<u8>, length: usize) -> Result<()> {
+        let begin = body.len();
+        body.resize(begin + length, 0);
+        self.stream.read_exact(&mut body[begin..]).await?;
+        Ok(())
+    }
+
+    async fn calls(&mut self, count: usize) -> Result<()> {
         for id in 1..=count as u64 {
-            let body = self.post(&request(id, "tools/call", &echo())).await?.bytes().await?;
-            ensure!(
-                body.windows(5).any(|window| window == b"hello"),
-                "{}: {}",
-                self.url,
-                String::from_utf8_lossy(&body)
-            );
+            let (_, body) = self.post(&request(id, "tools/call", &echo())).await?;
+            ensure!(body.windows(5).any(|window| window == b"hello"), "{}", String::from_utf8_lossy(&body));
         }
         Ok(())
     }
