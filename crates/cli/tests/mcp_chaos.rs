@@ -209,8 +209,9 @@ async fn a_container_that_is_removed_or_killed_by_hand_comes_back() {
     assert!(server["last_exit"]["reason"].as_str().unwrap().contains("sandbox was lost"), "{server:#}");
     assert_ne!(docker(&["inspect", "--format", "{{.State.Running}}", container]), "");
     // The whole sandbox is killed.
+    let restarts = server["restarts"].as_u64().unwrap();
     docker(&["kill", "--signal", "KILL", container]);
-    tokio::time::sleep(Duration::from_millis(200)).await;
+    world.server.wait_until_mcp("kept", "restarts", |now| now > restarts).await;
     world.server.wait_for_status("kept", "ready").await;
     assert_eq!(world.echo("kept", "again").await, "again");
     world.remove("kept").await;
@@ -260,7 +261,7 @@ async fn a_cancelled_call_is_cancelled_in_the_server_too() {
         client.post(&request(8, "tools/call", params)).await.status()
     };
     let cancel = async {
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        world.server.wait_until_mcp("normal", "pending_calls", |calls| calls == 1).await;
         client.notify("notifications/cancelled", json!({ "requestId": 8, "reason": "enough" })).await;
     };
     let (status, ()) = tokio::join!(cancelled, cancel);

@@ -125,7 +125,7 @@ async fn mcp_server_process_exits_with_error() {
     // Who waits is told at once, and others too.
     let slow = server.mcp_tool("fragile", "sleep", json!({ "ms": 60_000, "text": "late" }));
     let crash = async {
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        server.wait_until_mcp("fragile", "pending_calls", |calls| calls == 1).await;
         server.mcp_tool("fragile", "crash", json!({ "code": 7 })).await
     };
     let (slow, crash) = tokio::join!(slow, crash);

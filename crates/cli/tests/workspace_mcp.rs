@@ -86,10 +86,13 @@ async fn output_is_shown_as_it_comes_and_a_cancelled_command_ends() {
     let message = request(2, "tools/call", params);
     let hanging = client.post(&message);
     let cancel = async {
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        let begun = Instant::now();
+        while server.bash(&id, "pgrep -fc 'sleep 471[1]' || true").await.trim() == "0" {
+            assert!(begun.elapsed() < Duration::from_secs(15), "the command does not begin");
+        }
         client.notify("notifications/cancelled", json!({ "requestId": 2 })).await;
         let begun = Instant::now();
-        while server.bash(&id, "pgrep -fc 'sleep 4711' || true").await.trim() != "0" {
+        while server.bash(&id, "pgrep -fc 'sleep 471[1]' || true").await.trim() != "0" {
             assert!(begun.elapsed() < Duration::from_secs(15), "the command goes on");
             tokio::time::sleep(Duration::from_millis(100)).await;
         }

@@ -107,6 +107,19 @@ impl TestServer {
         }
     }
 
+    /// Waits until a field of an MCP server is so.
+    pub async fn wait_until_mcp(&self, name: &str, field: &str, is_so: impl Fn(u64) -> bool) {
+        let begun = Instant::now();
+        loop {
+            let server = self.mcp_server(name).await;
+            if server[field].as_u64().is_some_and(&is_so) {
+                return;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(30), "{field} is not so: {server:#}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     /// Calls a method of an MCP server.
     pub async fn mcp(&self, name: &str, method: &str, params: Value) -> Answer {
         let body = json!({ "method": method, "params": params });
