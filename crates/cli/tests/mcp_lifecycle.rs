@@ -115,6 +115,27 @@ async fn mcp_server_auto_start_on_emergent_boot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_takes_its_time_is_there_again_after_emergent_was_killed() {
+    let mut server = TestServer::start(BINARY).await;
+    let image = mcp::image(BINARY);
+    for provider in ["gvisor", "docker"] {
+        let command = json!(["mcp-chaos", "slow-start", "4000"]);
+        let request = json!({ "name": provider, "provider": provider, "command": command });
+        server.register(&image, request).await;
+    }
+    server.kill();
+    server.start_again().await;
+    for name in ["gvisor", "docker"] {
+        let ready = server.wait_for_status(name, "ready").await;
+        assert_eq!((&ready["restarts"], &ready["last_exit"]), (&json!(0), &Value::Null), "{ready:#}");
+        // Ours that hold the channel are not among its processes.
+        assert_eq!(server.mcp_server(name).await["usage"]["processes"], 1);
+        server.remove_mcp(name).await;
+    }
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn mcp_server_process_exits_with_error() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);

@@ -98,6 +98,31 @@ async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn memory_is_the_workspaces_own_on_every_provider() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["docker", "gvisor"] {
+        let limits = json!({ "memory": "512M" });
+        let id = server.create(json!({ "provider": provider, "resource_limits": limits })).await;
+        let seen =
+            async || server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["usage"].clone();
+        let before = seen().await;
+        assert_eq!(before["memory_limit_bytes"], 512 << 20, "{provider}: {before}");
+        assert!(before["memory_bytes"].as_u64().unwrap() < 256 << 20, "{provider}: {before}");
+        server
+            .begin(
+                &id,
+                "python3 -c 'x = bytearray(200 << 20); open(\"full\", \"w\"); import time; time.sleep(600)'",
+            )
+            .await;
+        server.bash(&id, "until [ -e full ]; do sleep 0.1; done").await;
+        let after = seen().await;
+        assert!(after["memory_bytes"].as_u64().unwrap() > 200 << 20, "{provider}: {after}");
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_list_that_watches_follows_what_happens() {
     let server = TestServer::start(BINARY).await;
     let list = Following::start(&server, &["workspace", "list", "--watch"]);

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use emergent_guest_protocol::Configuration;
 use emergent_guest_tools::Context;
 use emergent_wire::tools::WORKSPACE_DIR;
+use rustix::process::Signal;
 
 use crate::activity::Activity;
 use crate::background::Operations;
@@ -97,12 +98,14 @@ impl Agent {
         Context { workspace_dir: WORKSPACE_DIR.into(), confined_to: (!roots.is_empty()).then_some(roots) }
     }
 
-    /// The ids of all processes but this one and those that were started ahead and wait for something to do.
+    /// The ids of all processes but this one, the host's, and those that were started ahead and wait for something to do.
     pub(crate) fn processes(&self) -> impl Iterator<Item = i32> {
         let mut idle = self.shells.waiting();
         idle.extend(self.searches.waiting());
         idle.push(std::process::id().cast_signed());
-        procfs::process_ids().filter(move |pid| !idle.contains(pid))
+        procfs::process_ids().filter(move |pid| {
+            !idle.contains(pid) && procfs::process(*pid).is_some_and(|process| !process.is_the_hosts())
+        })
     }
 
     /// The variables a command sees: the image's, what every process expects, the workspace's.
@@ -133,22 +136,27 @@ impl Agent {
         self.shells.close();
         self.searches.discard();
         let deadline = Instant::now() + grace;
-        family::signal_all(libc::SIGTERM);
-        while Instant::now() < deadline && others_run() {
+        family::signal(&others(), Signal::TERM);
+        while Instant::now() < deadline && !others().is_empty() {
             // Ends come through the reaper; there is no wake-up for "no process is left".
             std::thread::sleep(Duration::from_millis(20));
         }
-        if others_run() {
+        if !others().is_empty() {
             log("processes that ignored SIGTERM are killed");
-            family::signal_all(libc::SIGKILL);
+            family::kill_all(others);
         }
         rustix::fs::sync();
         self.shells.open();
     }
 }
 
-fn others_run() -> bool {
-    !procfs::processes().is_empty()
+/// The sandbox's own processes. None when this is not the first of a sandbox: the others are not ours then.
+fn others() -> Vec<i32> {
+    if std::process::id() != 1 {
+        return Vec::new();
+    }
+    let processes = procfs::processes();
+    processes.iter().filter(|process| !process.is_the_hosts()).map(|process| process.pid).collect()
 }
 
 /// Blocks until the sandbox is asked to stop.

@@ -36,21 +36,26 @@ pub(crate) fn signal(pids: &[i32], signal: Signal) {
     }
 }
 
-/// Kills a family, also one that forks faster than it can be killed: when it is still there after a few rounds,
-/// everything in the sandbox is stopped while the next one looks for it.
+/// Kills a family.
 pub(crate) fn kill(tag: &str) {
+    kill_all(|| members(tag));
+}
+
+/// Kills these processes, also such that fork faster than they can be killed: when some are still there after a few
+/// rounds, everything in the sandbox is stopped while the next one looks for them.
+pub(crate) fn kill_all(find: impl Fn() -> Vec<i32>) {
     let deadline = Instant::now() + KILL_TIME;
     for round in 0.. {
         let freeze = round >= PATIENT_ROUNDS;
         if freeze {
             signal_all(libc::SIGSTOP);
         }
-        let members = members(tag);
-        signal(&members, Signal::KILL);
+        let found = find();
+        signal(&found, Signal::KILL);
         if freeze {
             signal_all(libc::SIGCONT);
         }
-        if members.is_empty() || (Instant::now() >= deadline && round >= LEAST_ROUNDS) {
+        if found.is_empty() || (Instant::now() >= deadline && round >= LEAST_ROUNDS) {
             return;
         }
         // The end of orphans is seen by the reaper alone, so it has to be looked for.

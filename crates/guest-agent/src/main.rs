@@ -15,6 +15,7 @@ mod agent;
 mod background;
 mod bash;
 mod call;
+mod cgroup;
 mod command;
 mod connection;
 mod disk;

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
 use crate::procfs::{self, Memory, MemoryGauge};
-use crate::{family, log};
+use crate::{cgroup, family, log};
 
 /// Kept free for the sandbox itself, whose kernel lives under the same limit.
 const RESERVE_BYTES: u64 = 48 << 20;
@@ -151,7 +151,10 @@ pub(crate) struct OomCheck {
 impl OomCheck {
     pub(crate) fn begin(guard: &MemoryGuard) -> Self {
         let victims = guard.victims.lock().unwrap_or_else(PoisonError::into_inner);
-        Self { newest_victim: victims.last().map_or(0, |victim| victim.number), kernel_kills: kernel_kills() }
+        Self {
+            newest_victim: victims.last().map_or(0, |victim| victim.number),
+            kernel_kills: cgroup::oom_kills(),
+        }
     }
 
     /// What to tell the caller when the command or one of its children was killed for want of memory.
@@ -165,7 +168,7 @@ impl OomCheck {
             return Some(victim.note.clone());
         }
         drop(victims);
-        (kernel_kills() > self.kernel_kills).then(|| {
+        (cgroup::oom_kills() > self.kernel_kills).then(|| {
             "out of memory: the kernel killed a process of this workspace; use less, or create it with more memory".to_owned()
         })
     }
@@ -182,18 +185,4 @@ pub(crate) fn make_first_victim(pid: i32) {
     if kernel_guards() {
         let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "500");
     }
-}
-
-/// How many processes the kernel has killed for want of memory in this sandbox.
-fn kernel_kills() -> u64 {
-    const COUNTERS: [&str; 3] =
-        ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat"];
-    COUNTERS
-        .iter()
-        .find_map(|path| {
-            let text = std::fs::read_to_string(path).ok()?;
-            let line = text.lines().find(|line| line.starts_with("oom_kill "))?;
-            line.split_ascii_whitespace().nth(1)?.parse().ok()
-        })
-        .unwrap_or(0)
 }

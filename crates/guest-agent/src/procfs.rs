@@ -3,13 +3,23 @@
 use std::fs;
 use std::os::unix::fs::FileExt;
 
+use crate::cgroup;
+
 /// A process of the sandbox.
 #[derive(Clone, Debug)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
+    parent: i32,
     pub(crate) session: i32,
     pub(crate) name: String,
     pub(crate) resident_bytes: u64,
+}
+
+impl Process {
+    /// Whether it was started from outside the sandbox, as those are that hold our channels: a channel ends with its own.
+    pub(crate) fn is_the_hosts(&self) -> bool {
+        self.parent == 0
+    }
 }
 
 /// All processes but this one.
@@ -26,19 +36,21 @@ pub(crate) fn process_ids() -> impl Iterator<Item = i32> {
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
-fn process(pid: i32) -> Option<Process> {
+/// One process, if it runs.
+pub(crate) fn process(pid: i32) -> Option<Process> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name is in parentheses and may hold anything, so the fields are counted from the last one.
     let (before, after) = stat.rsplit_once(')')?;
     let name = before.split_once('(')?.1.to_owned();
     let fields: Vec<&str> = after.split_ascii_whitespace().collect();
     let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    let (state, session, pages) = (fields.first()?, number(3)?, number(21)?);
+    let (state, parent, session, pages) = (fields.first()?, number(1)?, number(3)?, number(21)?);
     if *state == "Z" {
         return None;
     }
     Some(Process {
         pid,
+        parent: i32::try_from(parent).ok()?,
         session: i32::try_from(session).ok()?,
         name,
         resident_bytes: u64::try_from(pages).ok()? * rustix::param::page_size() as u64,
@@ -83,7 +95,9 @@ pub(crate) struct Memory {
 
 /// The sandbox's memory.
 pub(crate) fn memory() -> Option<Memory> {
-    memory_of(&fs::read_to_string("/proc/meminfo").ok()?)
+    let memory = memory_of(&fs::read_to_string("/proc/meminfo").ok()?)?;
+    // In a plain container that is the host's; what it may have itself, its control group knows.
+    Some(cgroup::memory().filter(|limited| limited.total < memory.total).unwrap_or(memory))
 }
 
 /// The sandbox's memory, for one who looks often: one system call each time.
