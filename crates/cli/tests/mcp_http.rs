@@ -195,7 +195,17 @@ async fn each_session_has_its_own_process_where_that_is_wanted() {
     // A call without a session has a process for itself.
     let pid = server.mcp_text("own", "pid", json!({})).await;
     assert!(!pids.contains(&pid));
-    assert_eq!(b.end().await, 204);
+    // Its end does not wait for those who still listen, or for what it still does.
+    let mut listening = b.listen(None).await;
+    let sleep =
+        request(6, "tools/call", json!({ "name": "sleep", "arguments": { "ms": 600_000, "text": "late" } }));
+    let end = async {
+        server.wait_until_mcp("own", "pending_calls", |calls| calls == 1).await;
+        b.end().await
+    };
+    let (answered, ended) = tokio::join!(b.post(&sleep), end);
+    assert_eq!((answered.status().as_u16(), ended), (200, 204));
+    while listening.next().await.is_some() {}
     let begun = Instant::now();
     while server.mcp_server("own").await["usage"]["processes"] != 0 {
         assert!(begun.elapsed() < Duration::from_secs(15), "processes are left");

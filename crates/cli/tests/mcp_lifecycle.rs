@@ -178,6 +178,23 @@ async fn mcp_server_process_exits_with_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_refuses_to_initialize_is_ended_and_callers_are_told() {
+    let server = TestServer::start(BINARY).await;
+    let image = mcp::image(BINARY);
+    let request = json!({ "name": "refuses", "args": ["refuse-initialize"], "provider": "docker", "restart_policy": "never" });
+    let made = server.register(&image, request).await;
+    assert_eq!(made["status"], "stopped", "{made:#}");
+    let reason = made["last_exit"]["reason"].as_str().unwrap();
+    assert!(reason.contains("refused to initialize") && reason.contains("not today"), "{made:#}");
+    let refused = server.mcp_tool("refuses", "echo", json!({ "text": "x" })).await;
+    assert!(refused.body.to_string().contains("not today"), "{}", refused.body);
+    assert_eq!(refused.error(503), "unavailable");
+    assert_eq!(server.mcp_server("refuses").await["usage"]["processes"], 0);
+    server.remove_mcp("refuses").await;
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn mcp_server_crash_loop_detection() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);

@@ -37,8 +37,11 @@ use crate::storage::{self, StorageError};
 use crate::tls;
 use crate::workspace::Workspaces;
 
-/// How long a client may take to send a request's head.
-const HEAD_TIME: Duration = Duration::from_secs(15);
+/// How long a connection may be idle, and how long a client may take to send a request's head. Longer than common clients
+/// keep a connection (90 s): one that is closed under a request loses it.
+const HEAD_TIME: Duration = Duration::from_secs(100);
+/// How long the TLS handshake may take.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
 /// Connections at once; more wait to be accepted.
 const MAX_CONNECTIONS: usize = 2048;
 /// How long requests have to end when the server is stopped.
@@ -336,7 +339,7 @@ async fn serve_connection(
             let connection = builder.serve_connection(TokioIo::new(stream), service);
             watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())
         }
-        Some(tls) => match tokio::time::timeout(HEAD_TIME, tls.accept(stream)).await {
+        Some(tls) => match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
             Ok(Ok(stream)) => {
                 let connection = builder.serve_connection(TokioIo::new(stream), service);
                 watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())

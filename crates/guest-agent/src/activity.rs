@@ -29,7 +29,7 @@ impl Activity {
 
     /// Waits until a command has begun since `seen`, if nothing runs now. False when something runs.
     pub(crate) fn wait_if_idle(&self, agent: &Agent, seen: u64) -> bool {
-        if agent.processes().next().is_some() {
+        if !agent.processes().is_empty() {
             return false;
         }
         let mut begun = self.lock();

@@ -99,12 +99,12 @@ impl Agent {
     }
 
     /// The ids of all processes but this one, the host's, and those that were started ahead and wait for something to do.
-    pub(crate) fn processes(&self) -> impl Iterator<Item = i32> {
-        let mut idle = self.shells.waiting();
-        idle.extend(self.searches.waiting());
-        idle.push(std::process::id().cast_signed());
-        procfs::process_ids().filter(move |pid| {
-            !idle.contains(pid) && procfs::process(*pid).is_some_and(|process| !process.is_the_hosts())
+    pub(crate) fn processes(&self) -> Vec<i32> {
+        self.shells.look(|mut idle| {
+            idle.extend(self.searches.waiting());
+            idle.push(std::process::id().cast_signed());
+            let others = procfs::process_ids().filter(|pid| !idle.contains(pid));
+            others.filter(|pid| procfs::process(*pid).is_some_and(|found| !found.is_the_hosts())).collect()
         })
     }
 

@@ -111,7 +111,7 @@ fn usage(agent: &Agent) -> UsageAnswer {
         memory_used_bytes: memory.total.saturating_sub(memory.available),
         memory_total_bytes: memory.total,
         agent_rss_bytes: procfs::own_resident_bytes(),
-        processes: agent.processes().count() as u64,
+        processes: agent.processes().len() as u64,
         running_operations: agent.operations.count() as u64,
         cpu_time_ms: procfs::cpu_time_ms(),
     }

@@ -20,13 +20,17 @@ const WAITING_SHELLS: usize = 3;
 const MAX_PIPED_BYTES: usize = 8 * 1024;
 /// The kernel takes no single argument of 128 KiB or more.
 const MAX_ARGUMENT_BYTES: usize = 120 * 1024;
-/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it.
-const LAUNCHER: &str = r#"IFS= read -r -d "" || exit; exec </dev/null; eval "$REPLY""#;
+/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it. One that
+/// can't read it (the host had no memory left) must not end as if the command had said something: it ends as it would
+/// without memory.
+const LAUNCHER: &str = r#"IFS= read -r -d "" || kill -KILL $$; exec </dev/null; eval "$REPLY""#;
 
 /// The shells of the sandbox.
 #[derive(Default)]
 pub(crate) struct Shells {
     waiting: Mutex<Vec<Started>>,
+    /// Held while one is started: until it waits, it looks like somebody's.
+    starting: Mutex<()>,
     closed: AtomicBool,
     refilling: AtomicBool,
     program: OnceLock<Option<Program>>,
@@ -139,6 +143,7 @@ impl Shells {
             }
             let environment = agent.environment();
             let directory = Path::new(WORKSPACE_DIR);
+            let _starting = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
             let started = command::start(
                 &agent.reaper,
                 &program.path,
@@ -172,8 +177,13 @@ impl Shells {
         self.closed.store(false, Ordering::SeqCst);
     }
 
-    /// The shells that wait: processes that nobody asked for.
-    pub(crate) fn waiting(&self) -> Vec<i32> {
+    /// Looks at the shells that wait (processes that nobody asked for) while none is being started.
+    pub(crate) fn look<T>(&self, at: impl FnOnce(Vec<i32>) -> T) -> T {
+        let _none_starts = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        at(self.waiting())
+    }
+
+    fn waiting(&self) -> Vec<i32> {
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.iter().filter(|shell| shell.exit.ended().is_none()).map(|shell| shell.pid).collect()
     }

@@ -166,6 +166,11 @@ impl Bridge {
         (state.routes.pending(), state.routes.clients())
     }
 
+    /// Whether a client waits for an answer.
+    pub fn waits(&self, client: ClientId) -> bool {
+        self.state().routes.waits(client)
+    }
+
     /// How long the process has said nothing.
     pub fn silence(&self) -> Duration {
         self.state().heard.elapsed()

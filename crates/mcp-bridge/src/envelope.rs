@@ -258,6 +258,11 @@ pub fn error_line(id: &str, code: i64, message: &str) -> String {
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"error\":{{\"code\":{code},\"message\":{message}}}}}")
 }
 
+/// The code of an answer's error, if it is one.
+pub fn error_code(line: &str) -> Option<i64> {
+    Members::of(Members::of(line)?.get("error")?)?.get("code")?.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

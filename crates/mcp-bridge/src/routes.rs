@@ -393,6 +393,10 @@ impl Routes {
         self.pending.len()
     }
 
+    pub(crate) fn waits(&self, client: ClientId) -> bool {
+        self.pending.values().any(|pending| pending.client == client)
+    }
+
     pub(crate) fn clients(&self) -> usize {
         self.clients.len()
     }

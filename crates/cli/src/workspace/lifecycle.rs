@@ -87,7 +87,9 @@ pub(super) struct DestroyArgs {
 }
 
 fn page(args: &ListArgs) -> Call {
+    // MCP servers have a list of their own.
     Call::get(&["agent", "workspaces"])
+        .query("container_type", Some(ContainerType::AgentWorkspace))
         .query("status", args.status)
         .query("provider", args.provider)
         .query("limit", Some(PAGE))

@@ -10,7 +10,7 @@ use axum::body::Bytes;
 use axum::extract::{FromRequest, Path, Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use emergent_mcp_bridge::envelope::{Kind, Members, Message, codes};
+use emergent_mcp_bridge::envelope::{Kind, Members, Message, codes, error_code};
 use emergent_mcp_bridge::{BridgeError, Exchange, Item};
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
@@ -39,49 +39,34 @@ const PRIMES_FROM: &str = "2025-11-25";
     params(("id" = String, Path, description = "Id or name")), request_body = Object,
     responses((status = 200, description = "A JSON-RPC message, or events with several"), (status = 202),
         (status = "4XX", body = ErrorBody)))]
-pub(super) async fn post(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
-    let hosted = match admit(&app, &id, request.headers()).await {
-        Ok(hosted) => hosted,
-        Err(response) => return response,
-    };
-    if !hosted.config.stdio_bridge {
-        return proxied(&app, &hosted, request).await;
-    }
+pub(super) async fn post(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let (hosted, request) = admit(&app, &id, request).await?;
     let headers = request.headers().clone();
     let summary = request.extensions().get::<SummarySlot>().cloned();
-    if let Err(refusal) = check_types(&headers) {
-        return refusal.into_response();
-    }
-    let body = match Bytes::from_request(request, &()).await {
-        Ok(body) => body,
-        Err(rejection) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => {
-            return ApiError::new(ErrorCode::TooLarge, "the message is larger than this address takes")
-                .into_response();
+    check_types(&headers)?;
+    let body = Bytes::from_request(request, &()).await.map_err(|rejection| {
+        if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE {
+            let text = "the message is larger than this address takes";
+            return Refusal::from(ApiError::new(ErrorCode::TooLarge, text));
         }
-        Err(rejection) => return rejection.into_response(),
-    };
-    let message =
-        std::str::from_utf8(&body).map_err(|_| (codes::PARSE_ERROR, "the message is not UTF-8".to_owned()));
-    let message =
-        message.and_then(|text| Message::parse(text).map_err(|error| (error.code(), error.to_string())));
-    let message = match message {
-        Ok(message) => message,
-        Err((code, text)) => return reply::error(StatusCode::BAD_REQUEST, None, code, &text),
-    };
+        Refusal::with(rejection)
+    })?;
+    let message = parse(&body)?;
     if let Some(slot) = summary {
         slot.set(summary_of(&message));
     }
     if mcp_modern::is_modern(&headers, &message) {
-        return mcp_modern::post(&app, &hosted, &headers, &message).await;
+        return Ok(mcp_modern::post(&app, &hosted, &headers, &message).await);
     }
     if message.kind == Kind::Request && message.method.as_deref() == Some("initialize") {
-        return initialize(&app, &hosted, &message).await;
+        return Ok(initialize(&app, &hosted, &message).await);
     }
-    let session = match session_of(&hosted, &headers) {
-        Ok(session) => session,
-        Err(refusal) => return refusal.into_response(),
-    };
-    match message.kind {
+    let session = session_of(&hosted, &headers)?;
+    Ok(match message.kind {
         Kind::Notification => {
             // Who notifies a server that is away does not wait for it.
             let _ = session.bridge.notify(session.client, &message).await;
@@ -92,32 +77,31 @@ pub(super) async fn post(State(app): State<App>, Path(id): Path<String>, request
             reply::accepted()
         }
         Kind::Request => request_in(&hosted, &session, &headers, &message).await,
-    }
+    })
+}
+
+fn parse(body: &[u8]) -> Result<Message<'_>, Refusal> {
+    let bad = |code, text: &str| Refusal::with(reply::error(StatusCode::BAD_REQUEST, None, code, text));
+    let text = std::str::from_utf8(body).map_err(|_| bad(codes::PARSE_ERROR, "the message is not UTF-8"))?;
+    Message::parse(text).map_err(|error| bad(error.code(), &error.to_string()))
 }
 
 /// Listen to what an MCP server says unasked, or go on with what a lost connection had begun.
 #[utoipa::path(get, path = "/api/v1/mcp/servers/{id}/mcp", tag = "mcp",
     params(("id" = String, Path, description = "Id or name")),
     responses((status = 200, description = "Events", content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
-pub(super) async fn listen(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
-    let hosted = match admit(&app, &id, request.headers()).await {
-        Ok(hosted) => hosted,
-        Err(response) => return response,
-    };
-    if !hosted.config.stdio_bridge {
-        return proxied(&app, &hosted, request).await;
-    }
+pub(super) async fn listen(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let (hosted, request) = admit(&app, &id, request).await?;
     let headers = request.headers();
-    if mcp_modern::header_is_modern(headers) {
-        return only_post();
-    }
+    refuse_modern(headers)?;
     if !accepts(headers, "text/event-stream") {
-        return plain(StatusCode::NOT_ACCEPTABLE, "this address gives text/event-stream");
+        return Err(refuse(StatusCode::NOT_ACCEPTABLE, "this address gives text/event-stream"));
     }
-    let session = match session_of(&hosted, headers) {
-        Ok(session) => session,
-        Err(refusal) => return refusal.into_response(),
-    };
+    let session = session_of(&hosted, headers)?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok()).and_then(|id| {
         let (stream, event) = id.split_once('-')?;
         Some((stream.parse::<u64>().ok()?, event.parse::<u64>().ok()?))
@@ -126,47 +110,45 @@ pub(super) async fn listen(State(app): State<App>, Path(id): Path<String>, reque
         Some((number, event)) => session.stream(number).map(|log| (number, log, Some(event))),
         None => session.stream(STANDALONE).map(|log| (STANDALONE, log, None)),
     };
-    match found {
-        Some((number, log, after)) => {
-            let primed = after.is_none() && version_of(headers) >= PRIMES_FROM;
-            reply::session_events(session, number, log, after, primed)
-        }
-        None => plain(StatusCode::NOT_FOUND, "what this event belonged to is no longer kept"),
-    }
+    let (number, log, after) = found
+        .ok_or_else(|| refuse(StatusCode::NOT_FOUND, "what this event belonged to is no longer kept"))?;
+    let primed = after.is_none() && version_of(headers) >= PRIMES_FROM;
+    Ok(reply::session_events(session, number, log, after, primed))
 }
 
 /// End a client's session.
 #[utoipa::path(delete, path = "/api/v1/mcp/servers/{id}/mcp", tag = "mcp",
     params(("id" = String, Path, description = "Id or name")),
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
-pub(super) async fn end(State(app): State<App>, Path(id): Path<String>, request: Request) -> Response {
-    let hosted = match admit(&app, &id, request.headers()).await {
-        Ok(hosted) => hosted,
-        Err(response) => return response,
-    };
-    if !hosted.config.stdio_bridge {
-        return proxied(&app, &hosted, request).await;
-    }
+pub(super) async fn end(
+    State(app): State<App>,
+    Path(id): Path<String>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let (hosted, request) = admit(&app, &id, request).await?;
     let headers = request.headers();
-    if mcp_modern::header_is_modern(headers) {
-        return only_post();
-    }
+    refuse_modern(headers)?;
     match headers.get(SESSION_HEADER).and_then(|id| id.to_str().ok()) {
-        None => plain(StatusCode::BAD_REQUEST, "the header Mcp-Session-Id is missing"),
-        Some(id) if hosted.sessions.end(id) => StatusCode::NO_CONTENT.into_response(),
-        Some(_) => plain(StatusCode::NOT_FOUND, "there is no such session"),
+        None => Err(refuse(StatusCode::BAD_REQUEST, "the header Mcp-Session-Id is missing")),
+        Some(id) if hosted.sessions.end(id) => Ok(StatusCode::NO_CONTENT.into_response()),
+        Some(_) => Err(refuse(StatusCode::NOT_FOUND, "there is no such session")),
     }
 }
 
-/// The server that an address names, if this request may use it.
-async fn admit(app: &App, id: &str, headers: &HeaderMap) -> Result<Arc<Hosted>, Response> {
-    if !origin_is_allowed(headers, &app.workspaces.settings.mcp.allowed_origins) {
+/// The server that an address names, if this request may use it and is not answered by the server itself.
+async fn admit(app: &App, id: &str, request: Request) -> Result<(Arc<Hosted>, Request), Refusal> {
+    if !origin_is_allowed(request.headers(), &app.workspaces.settings.mcp.allowed_origins) {
         let message =
             "pages of this origin may not use MCP servers: allow it in the settings (mcp.allowed_origins)";
-        return Err(ApiError::new(ErrorCode::Forbidden, message).into_response());
+        return Err(ApiError::new(ErrorCode::Forbidden, message).into());
     }
-    let id = app.mcp.id_of(id).await.map_err(|error| ApiError(error).into_response())?;
-    app.mcp.hosted(id).await.map_err(|error| ApiError(error).into_response())
+    let id = app.mcp.id_of(id).await.map_err(ApiError)?;
+    let hosted = app.mcp.hosted(id).await.map_err(ApiError)?;
+    if hosted.config.stdio_bridge {
+        return Ok((hosted, request));
+    }
+    let forwarded = mcp_proxy::forward(&app.mcp, &hosted, request).await;
+    Err(Refusal::with(forwarded.map_err(ApiError)))
 }
 
 /// Requests of programs have no origin. Those of pages are let in from this machine, and from where the settings say: a
@@ -185,13 +167,6 @@ pub(super) fn origin_is_allowed(headers: &HeaderMap, allowed: &[String]) -> bool
     );
     matches!(host, "localhost" | "127.0.0.1" | "::1")
         || allowed.iter().any(|allowed| allowed == "*" || allowed.trim_end_matches('/') == origin)
-}
-
-async fn proxied(app: &App, hosted: &Hosted, request: Request) -> Response {
-    match mcp_proxy::forward(&app.mcp, hosted, request).await {
-        Ok(response) => response,
-        Err(error) => ApiError(error).into_response(),
-    }
 }
 
 /// What the audit log keeps of a message: what is called, never with what.
@@ -304,9 +279,7 @@ async fn request_in(
 
 /// A call that had no answer in time is a reason to look whether the server answers at all.
 pub(super) fn doubt_if_late(hosted: &Hosted, line: &str) {
-    let error =
-        Members::of(line).and_then(|line| Members::of(line.get("error")?)?.get("code")?.parse::<i64>().ok());
-    if error == Some(codes::TIMED_OUT) {
+    if error_code(line) == Some(codes::TIMED_OUT) {
         hosted.doubted.notify_one();
     }
 }
@@ -332,13 +305,6 @@ impl Drop for GoesOn {
     }
 }
 
-/// Why a request is not for us, as a client shows it.
-type Refusal = (StatusCode, String);
-
-fn refusal(status: StatusCode, text: &str) -> Refusal {
-    (status, text.to_owned())
-}
-
 /// The session that a request belongs to.
 fn session_of(hosted: &Hosted, headers: &HeaderMap) -> Result<Arc<Session>, Refusal> {
     let version = headers.get(VERSION_HEADER).map(|version| version.to_str().unwrap_or_default());
@@ -346,15 +312,13 @@ fn session_of(hosted: &Hosted, headers: &HeaderMap) -> Result<Arc<Session>, Refu
         && !LEGACY.contains(&version)
     {
         let text = format!("this protocol version is not known here: {} or {MODERN} are", LEGACY.join(", "));
-        return Err(refusal(StatusCode::BAD_REQUEST, &text));
+        return Err(refuse(StatusCode::BAD_REQUEST, &text));
     }
     let Some(id) = headers.get(SESSION_HEADER).and_then(|id| id.to_str().ok()) else {
-        return Err(refusal(
-            StatusCode::BAD_REQUEST,
-            "the header Mcp-Session-Id is missing: begin with initialize",
-        ));
+        let text = "the header Mcp-Session-Id is missing: begin with initialize";
+        return Err(refuse(StatusCode::BAD_REQUEST, text));
     };
-    let missing = || refusal(StatusCode::NOT_FOUND, "there is no such session: begin anew with initialize");
+    let missing = || refuse(StatusCode::NOT_FOUND, "there is no such session: begin anew with initialize");
     hosted.sessions.get(id).ok_or_else(missing)
 }
 
@@ -366,16 +330,17 @@ fn version_of(headers: &HeaderMap) -> &str {
 fn check_types(headers: &HeaderMap) -> Result<(), Refusal> {
     if !accepts(headers, "application/json") || !accepts(headers, "text/event-stream") {
         let text = "a client must accept application/json and text/event-stream";
-        return Err(refusal(StatusCode::NOT_ACCEPTABLE, text));
+        return Err(refuse(StatusCode::NOT_ACCEPTABLE, text));
     }
     let content = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let content = content.split(';').next().unwrap_or_default().trim();
     if !content.eq_ignore_ascii_case("application/json") {
-        return Err(refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, "messages are application/json"));
+        return Err(refuse(StatusCode::UNSUPPORTED_MEDIA_TYPE, "messages are application/json"));
     }
     Ok(())
 }
 
+/// Whether a client takes this kind of answer.
 fn accepts(headers: &HeaderMap, wanted: &str) -> bool {
     let group = wanted.split('/').next().unwrap_or_default();
     headers
@@ -389,14 +354,38 @@ fn accepts(headers: &HeaderMap, wanted: &str) -> bool {
         })
 }
 
-pub(super) fn plain(status: StatusCode, text: &str) -> Response {
-    (status, text.to_owned()).into_response()
+/// An answer that goes no further.
+pub(super) struct Refusal(Box<Response>);
+
+impl Refusal {
+    fn with(answer: impl IntoResponse) -> Self {
+        Self(Box::new(answer.into_response()))
+    }
 }
 
-fn only_post() -> Response {
-    let mut response = plain(StatusCode::METHOD_NOT_ALLOWED, "clients of this era only POST");
-    response.headers_mut().insert(header::ALLOW, HeaderValue::from_static("POST"));
-    response
+impl From<ApiError> for Refusal {
+    fn from(error: ApiError) -> Self {
+        Self::with(error)
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        *self.0
+    }
+}
+
+fn refuse(status: StatusCode, text: &str) -> Refusal {
+    Refusal::with((status, text.to_owned()))
+}
+
+/// Clients of the modern era have no sessions to listen to or to end.
+fn refuse_modern(headers: &HeaderMap) -> Result<(), Refusal> {
+    if !mcp_modern::header_is_modern(headers) {
+        return Ok(());
+    }
+    let text = "clients of this era only POST";
+    Err(Refusal::with((StatusCode::METHOD_NOT_ALLOWED, [(header::ALLOW, "POST")], text)))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use emergent_mcp_bridge::Item;
-use emergent_mcp_bridge::envelope::{Kind, Members, Message, codes};
+use emergent_mcp_bridge::envelope::{Kind, Members, Message, codes, error_code};
 use serde_json::json;
 
 use super::App;
@@ -66,7 +66,7 @@ pub(super) async fn post(
         Ok(modern) => modern,
         Err(error) => return ApiError(error).into_response(),
     };
-    let Some((bridge, _)) = &modern.side else {
+    let Some(bridge) = modern.bridge() else {
         return unsupported(id, &version, &LEGACY);
     };
     if version != MODERN {
@@ -156,9 +156,7 @@ fn unsupported(id: Option<&str>, requested: &str, supported: &[&str]) -> Respons
 
 /// The HTTP status of an answer.
 fn status_of(line: &str) -> StatusCode {
-    let error =
-        Members::of(line).and_then(|line| Members::of(line.get("error")?)?.get("code")?.parse::<i64>().ok());
-    match error {
+    match error_code(line) {
         Some(codes::METHOD_NOT_FOUND) => StatusCode::NOT_FOUND,
         Some(HEADER_MISMATCH | MISSING_CAPABILITY | UNSUPPORTED_VERSION) => StatusCode::BAD_REQUEST,
         _ => StatusCode::OK,

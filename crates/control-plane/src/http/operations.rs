@@ -14,7 +14,7 @@ use super::App;
 use super::error::ApiError;
 use super::extract::{Ids, Params};
 use super::stream;
-use super::tools::accepts;
+use super::tools::asks_for;
 
 /// Where to go on.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -38,7 +38,7 @@ pub(super) async fn follow(
     headers: HeaderMap,
     Params(params): Params<FollowParams>,
 ) -> Result<Response, ApiError> {
-    if accepts(&headers, "text/event-stream") {
+    if asks_for(&headers, "text/event-stream") {
         let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
         let offset = last.unwrap_or(params.offset);
         let output = app.workspaces.operation_stream(id, operation, offset).await?;

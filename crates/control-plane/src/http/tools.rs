@@ -21,8 +21,8 @@ use super::extract::{Body, Id};
 use super::stream;
 use crate::workspace::FileStream;
 
-/// Whether the client asks for this kind of answer.
-pub(super) fn accepts(headers: &HeaderMap, kind: &str) -> bool {
+/// Whether the client asks for this kind of answer by name.
+pub(super) fn asks_for(headers: &HeaderMap, kind: &str) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     accepted
         .flat_map(|value| value.split(','))
@@ -47,7 +47,7 @@ pub(super) async fn bash(
         let started = app.workspaces.bash_background(id, request).await?;
         return Ok((StatusCode::ACCEPTED, Json(started)).into_response());
     }
-    if accepts(&headers, "text/event-stream") {
+    if asks_for(&headers, "text/event-stream") {
         let output = app.workspaces.bash_stream(id, request).await?;
         return Ok(stream::events(output, None));
     }
@@ -83,7 +83,7 @@ pub(super) async fn read(
     if !request.raw {
         return Ok(Json(app.workspaces.read(id, request).await?).into_response());
     }
-    let as_bytes = accepts(&headers, "application/octet-stream");
+    let as_bytes = asks_for(&headers, "application/octet-stream");
     let file = app.workspaces.read_raw(id, request).await?;
     if as_bytes {
         return Ok(([(header::CONTENT_TYPE, "application/octet-stream")], bytes_of(file)).into_response());

@@ -9,6 +9,7 @@ pub(crate) mod events;
 mod front;
 mod hosted;
 mod process;
+mod run;
 pub(crate) mod session;
 mod side;
 mod supervise;
@@ -84,7 +85,7 @@ impl McpHost {
         match Hosted::new(record) {
             Ok((hosted, orders)) => {
                 servers.insert(id, Arc::clone(&hosted));
-                tokio::spawn(supervise::run(Arc::clone(self), hosted, orders));
+                tokio::spawn(supervise::supervise(Arc::clone(self), hosted, orders));
             }
             Err(error) => tracing::error!(mcp_server = %id, %error, "its configuration can't be read"),
         }

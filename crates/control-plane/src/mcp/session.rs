@@ -82,13 +82,25 @@ impl Session {
         self.used.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
     }
 
-    /// Whether nobody has used it for too long, or its process has ended.
+    /// Whether nobody has used it for too long, or its process has ended. Who waits for an answer uses it.
     pub(crate) fn is_forgotten(&self) -> bool {
         if self.has_process && !self.bridge.is_open() {
             return true;
         }
         let most = if self.has_process { IDLE_TIME_WITH_PROCESS } else { IDLE_TIME };
-        self.idle() > most
+        self.idle() > most && !self.bridge.waits(self.client)
+    }
+
+    /// Ends it, whoever still holds it: its streams, what it has asked for, its process.
+    fn close(&self) {
+        self.bridge.leave(self.client);
+        if self.has_process {
+            self.bridge.close("the session has ended", false);
+        }
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        for log in self.streams().values() {
+            log.end();
+        }
     }
 
     /// One of its streams.
@@ -137,10 +149,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.bridge.leave(self.client);
-        for log in self.streams().values() {
-            log.end();
-        }
+        self.close();
     }
 }
 
@@ -173,19 +182,19 @@ impl Sessions {
     /// nobody has used it for a while.
     pub(crate) fn make_room(&self, most: usize) -> Result<(), TooMany> {
         const A_WHILE: Duration = Duration::from_secs(60);
-        let mut gone = Vec::new();
+        self.sweep();
         let mut open = self.open();
-        let forgotten: Vec<String> =
-            open.iter().filter(|(_, session)| session.is_forgotten()).map(|(id, _)| id.clone()).collect();
-        gone.extend(forgotten.iter().filter_map(|id| open.remove(id)));
+        let mut idlest = None;
         if open.len() >= most {
-            let idlest = open.values().max_by_key(|session| session.idle()).map(|found| found.id.clone());
-            let idlest = idlest.filter(|id| open.get(id).is_some_and(|found| found.idle() > A_WHILE));
-            gone.extend(idlest.and_then(|id| open.remove(&id)));
+            let unused = open.values().filter(|session| !session.bridge.waits(session.client));
+            let found = unused.max_by_key(|session| session.idle()).filter(|found| found.idle() > A_WHILE);
+            idlest = found.map(|found| found.id.clone()).and_then(|id| open.remove(&id));
         }
         let is_room = open.len() < most;
         drop(open);
-        drop(gone);
+        if let Some(session) = idlest {
+            session.close();
+        }
         if is_room { Ok(()) } else { Err(TooMany) }
     }
 
@@ -197,22 +206,30 @@ impl Sessions {
     /// Ends a session. False when there is none.
     pub(crate) fn end(&self, id: &str) -> bool {
         let ended = self.open().remove(id);
-        ended.is_some()
+        ended.is_some_and(|session| {
+            session.close();
+            true
+        })
     }
 
     /// Ends those that nobody has used for too long.
     pub(crate) fn sweep(&self) {
-        let mut open = self.open();
-        let (kept, gone) =
-            std::mem::take(&mut *open).into_iter().partition(|(_, session)| !session.is_forgotten());
-        *open = kept;
-        drop(open);
-        drop::<HashMap<_, _>>(gone);
+        let gone: Vec<_> =
+            self.open().extract_if(|_, session| session.is_forgotten()).map(|(_, session)| session).collect();
+        gone.iter().for_each(|session| session.close());
     }
 
     /// Ends all.
     pub(crate) fn end_all(&self) {
-        drop(std::mem::take(&mut *self.open()));
+        let gone = std::mem::take(&mut *self.open());
+        gone.values().for_each(|session| session.close());
+    }
+
+    /// Requests without an answer to processes of the sessions' own.
+    pub(crate) fn pending(&self) -> usize {
+        let open = self.open();
+        let own = open.values().filter(|session| session.has_process);
+        own.map(|session| session.bridge.load().0).sum()
     }
 
     pub(crate) fn count(&self) -> usize {

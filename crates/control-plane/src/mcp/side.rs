@@ -2,10 +2,10 @@
 //! mode, and of clients of the modern era (without `initialize`). They are started when they are needed and never
 //! started again by themselves.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use emergent_mcp_bridge::envelope::{Members, Message};
+use emergent_mcp_bridge::envelope::{Members, Message, codes, error_code};
 use emergent_mcp_bridge::{Bridge, Item, Role};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use tokio::task::AbortHandle;
@@ -27,11 +27,22 @@ const MAX_SHARED_SESSIONS: usize = 1000;
 /// Sessions of a server that have a process each: as many as its sandbox runs at once, and room for others.
 const MAX_PROCESSES: usize = 40;
 
-/// What serves clients of the modern era.
+/// How long a server that did not say whether it speaks that is taken for one that does not.
+const SILENT_TIME: Duration = Duration::from_secs(60);
+
+/// What is known of a server's modern era.
 pub(crate) struct Modern {
-    /// None when the server does not speak that.
-    pub(crate) side: Option<(Bridge, EndOnDrop)>,
-    used: std::sync::Mutex<Instant>,
+    spoken: Spoken,
+    used: Mutex<Instant>,
+}
+
+enum Spoken {
+    /// It speaks it: this process does.
+    Yes { bridge: Bridge, _process: EndOnDrop },
+    /// It does not.
+    No,
+    /// It did not answer; many servers of the legacy era don't before they are initialized, but it may also be slow.
+    Silent,
 }
 
 /// Ends a task when it is dropped.
@@ -44,15 +55,28 @@ impl Drop for EndOnDrop {
 }
 
 impl Modern {
-    fn touch(&self) {
-        *self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Instant::now();
+    /// To the process that speaks it, if the server does.
+    pub(crate) fn bridge(&self) -> Option<&Bridge> {
+        match &self.spoken {
+            Spoken::Yes { bridge, .. } => Some(bridge),
+            Spoken::No | Spoken::Silent => None,
+        }
     }
 
-    /// Whether it can't be used any more, or nobody does.
-    pub(crate) fn is_over(&self) -> bool {
-        let idle = self.used.lock().unwrap_or_else(std::sync::PoisonError::into_inner).elapsed();
-        let has_ended = self.side.as_ref().is_some_and(|(bridge, _)| !bridge.is_open());
-        has_ended || idle > MODERN_IDLE_TIME
+    fn used(&self) -> MutexGuard<'_, Instant> {
+        self.used.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it can't be used any more, or nobody does, or it should be asked again.
+    fn is_over(&self) -> bool {
+        let idle = self.used().elapsed();
+        match &self.spoken {
+            Spoken::Yes { bridge, .. } => {
+                !bridge.is_open() || (idle > MODERN_IDLE_TIME && bridge.load().0 == 0)
+            }
+            Spoken::No => false,
+            Spoken::Silent => idle > SILENT_TIME,
+        }
     }
 }
 
@@ -109,12 +133,18 @@ impl McpHost {
     pub(crate) async fn modern(&self, hosted: &Arc<Hosted>) -> Result<Arc<Modern>, ErrorDetail> {
         let mut known = hosted.modern.lock().await;
         if let Some(modern) = known.as_ref().filter(|modern| !modern.is_over()) {
-            modern.touch();
+            if modern.bridge().is_some() {
+                *modern.used() = Instant::now();
+            }
             return Ok(Arc::clone(modern));
         }
         let (bridge, task) = self.start_side(hosted, Role::Shared).await?;
-        let side = speaks_modern(&bridge).await.then_some((bridge, task));
-        let modern = Arc::new(Modern { side, used: std::sync::Mutex::new(Instant::now()) });
+        let spoken = match discover(&bridge).await {
+            Some(true) => Spoken::Yes { bridge, _process: task },
+            Some(false) => Spoken::No,
+            None => Spoken::Silent,
+        };
+        let modern = Arc::new(Modern { spoken, used: Mutex::new(Instant::now()) });
         *known = Some(Arc::clone(&modern));
         Ok(modern)
     }
@@ -132,8 +162,8 @@ impl McpHost {
     }
 }
 
-/// Whether a process answers `server/discover`, and names the modern version.
-async fn speaks_modern(bridge: &Bridge) -> bool {
+/// Whether a process answers `server/discover`, and names the modern version. None when it does not answer.
+async fn discover(bridge: &Bridge) -> Option<bool> {
     let text = format!(
         "{{\"jsonrpc\":\"2.0\",\"id\":0,\"method\":\"server/discover\",\"params\":{{\"_meta\":{{\
          \"io.modelcontextprotocol/protocolVersion\":\"{MODERN}\",\
@@ -141,20 +171,18 @@ async fn speaks_modern(bridge: &Bridge) -> bool {
          \"io.modelcontextprotocol/clientCapabilities\":{{}}}}}}}}",
         env!("CARGO_PKG_VERSION")
     );
-    let Ok(message) = Message::parse(&text) else {
-        return false;
-    };
-    let Ok(mut exchange) = bridge.request(bridge.visitor(), &message, DISCOVERED_WITHIN).await else {
-        return false;
-    };
-    while let Some(item) = exchange.next().await {
-        if let Item::Answer(line) = item {
-            let result = Members::of(&line).and_then(|line| Members::of(line.get("result")?));
-            let versions = result.and_then(|result| {
-                serde_json::from_str::<Vec<String>>(result.get("supportedVersions")?).ok()
-            });
-            return versions.is_some_and(|versions| versions.iter().any(|version| version == MODERN));
+    let message = Message::parse(&text).ok()?;
+    let mut exchange = bridge.request(bridge.visitor(), &message, DISCOVERED_WITHIN).await.ok()?;
+    let line = loop {
+        if let Item::Answer(line) = exchange.next().await? {
+            break line;
         }
+    };
+    if error_code(&line) == Some(codes::TIMED_OUT) {
+        return None;
     }
-    false
+    let result = Members::of(&line).and_then(|line| Members::of(line.get("result")?));
+    let versions =
+        result.and_then(|result| serde_json::from_str::<Vec<String>>(result.get("supportedVersions")?).ok());
+    Some(versions.is_some_and(|versions| versions.iter().any(|version| version == MODERN)))
 }

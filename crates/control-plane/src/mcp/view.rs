@@ -35,7 +35,7 @@ impl McpHost {
             }
             (_, None) => McpStatus::Starting,
         };
-        let (pending, _) = hosted.as_ref().map(|hosted| hosted.bridge.load()).unwrap_or_default();
+        let pending = hosted.as_ref().map(|hosted| hosted.bridge.load().0 + hosted.sessions.pending());
         let initialized = hosted.as_ref().and_then(|hosted| hosted.bridge.initialized());
         let warnings = workspace.metadata.get("warnings").cloned().unwrap_or_default();
         Ok(McpServer {
@@ -70,7 +70,7 @@ impl McpHost {
             next_restart_at: standing.as_ref().and_then(|standing| standing.next_restart_at),
             last_exit: standing.as_ref().and_then(|standing| standing.last_exit.clone()),
             error: standing.and_then(|standing| standing.error).or_else(|| record.error.clone()),
-            pending_calls: pending as u64,
+            pending_calls: pending.unwrap_or_default() as u64,
             sessions: hosted.as_ref().map_or(0, |hosted| hosted.sessions.count()) as u64,
             initialize_result: initialized.and_then(|own| serde_json::from_str(own.result.get()).ok()),
             usage: None,

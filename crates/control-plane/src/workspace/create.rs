@@ -444,15 +444,21 @@ fn all_failed(mut failures: Vec<(RejectedCandidate, ErrorDetail)>) -> ErrorDetai
         }
         return error;
     }
+    let candidates: Vec<&RejectedCandidate> = failures.iter().map(|(failed, _)| failed).collect();
+    let details = json!({ "candidates": candidates });
+    // All for the same reason (an image that is not there): then that is what the caller must know.
+    let first = failures.first().map(|(_, error)| error.clone());
+    let is_same = |same: fn(&ErrorDetail, &ErrorDetail) -> bool| {
+        first.as_ref().filter(|first| failures.iter().all(|(_, error)| same(error, first)))
+    };
+    if let Some(error) = is_same(|one, other| one.message == other.message) {
+        return error.clone().with_details(details);
+    }
+    let code =
+        is_same(|one, other| one.code == other.code).map_or(ErrorCode::ProviderFailed, |error| error.code);
     let each: Vec<String> =
         failures.iter().map(|(failed, _)| format!("{}: {}", failed.provider, failed.reason)).collect();
-    let candidates: Vec<&RejectedCandidate> = failures.iter().map(|(failed, _)| failed).collect();
-    // All for the same reason (an image that is not there): then that is what the caller must know.
-    let first = failures.first().map(|(_, error)| error.code);
-    let same = failures.iter().all(|(_, error)| Some(error.code) == first);
-    let code = first.filter(|_| same).unwrap_or(ErrorCode::ProviderFailed);
-    ErrorDetail::new(code, format!("every provider failed: {}", each.join("; ")))
-        .with_details(json!({ "candidates": candidates }))
+    ErrorDetail::new(code, format!("every provider failed: {}", each.join("; "))).with_details(details)
 }
 
 /// Clones a repository into the workspace. A repository that wants credentials leaves it empty, with a warning.

@@ -179,6 +179,7 @@ impl Workspaces {
         self.ready_record(id).await?;
         let live = self.live(id);
         let _changing = live.changing.lock().await;
+        self.end_if_damaged(id, &live).await;
         if let Some((reached, busy)) = live.begin_call() {
             return Ok((Arc::clone(&live), reached, busy));
         }

@@ -47,6 +47,8 @@ struct Traffic {
     reached: Option<Reached>,
     /// Calls in progress.
     calls: usize,
+    /// The host has ended a process of the sandbox: calls look first whether it should be started again.
+    damaged: bool,
     /// A use that was not yet written down.
     used: Option<DateTime<Utc>>,
     written: Option<Instant>,
@@ -86,6 +88,9 @@ impl Live {
     /// Begins a call, if the sandbox's channel is open. While it is, no call needs to ask the store.
     pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(Reached, Busy)> {
         let mut traffic = self.traffic();
+        if traffic.damaged {
+            return None;
+        }
         let reached = traffic.open_channel()?;
         traffic.calls += 1;
         drop(traffic);
@@ -110,6 +115,20 @@ impl Live {
     pub(crate) fn close_if_idle(&self) -> Result<Option<Reached>, InUse> {
         let mut traffic = self.traffic();
         if traffic.calls > 0 { Err(InUse) } else { Ok(traffic.reached.take()) }
+    }
+
+    /// The host has ended a process of the sandbox.
+    pub(super) fn note_damage(&self) {
+        self.traffic().damaged = true;
+    }
+
+    /// How a damaged sandbox is reached, if it is in nobody's way to end it: there are no calls, and no commands were
+    /// started in the background. Asked once for each damage.
+    pub(super) fn take_damaged(&self) -> Option<Reached> {
+        let has_operations = !self.operations().is_empty();
+        let mut traffic = self.traffic();
+        let is_damaged = std::mem::take(&mut traffic.damaged);
+        (is_damaged && traffic.calls == 0 && !has_operations).then(|| traffic.open_channel()).flatten()
     }
 
     /// Calls in progress.

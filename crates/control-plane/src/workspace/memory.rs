@@ -1,4 +1,9 @@
 //! Commands that ran out of memory: what the host knows of it and the sandbox's agent can't, and who is told.
+//!
+//! The host ends a process of a gVisor sandbox only when the agent in it came too late. gVisor does not cope well with
+//! that: processes that are started later, or are there already, may end at once with exit code 1 and without a word, or
+//! never. So such a sandbox is ended before the next call, which starts it again with its files, if nothing runs in it;
+//! and if something does, commands that fail there are told what may be the reason.
 
 use emergent_wire::event::EventKind;
 use emergent_wire::tools::{BashAnswer, OperationAnswer, OperationStatus};
@@ -13,19 +18,48 @@ const OUT_OF_MEMORY: &str = "out of memory: a process of this workspace was kill
 /// The same of a command in the background, which may have ended before.
 const OUT_OF_MEMORY_SINCE: &str = "out of memory: a process of this workspace was killed since this command began, and this one failed; use less, or create the workspace with more memory";
 
+/// What is told of a command that failed in a sandbox that may be damaged.
+const DAMAGED: &str = "this workspace ran out of memory before, and the host ended one of its processes: commands may fail without a reason since then; stop and resume it, which ends what runs in it and keeps its files";
+
 impl Workspaces {
     pub(super) fn oom_kills(&self, to: Called) -> u64 {
         self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
     }
 
     /// Completes the answer of a command that somebody waited for.
-    pub(super) fn judge_command(&self, to: Called, kills_before: u64, answer: &mut BashAnswer) {
-        if !answer.oom_killed && self.oom_kills(to) > kills_before {
+    pub(super) fn judge_command(&self, to: Called, live: &Live, kills_before: u64, answer: &mut BashAnswer) {
+        let kills = self.oom_kills(to);
+        if kills > kills_before {
+            live.note_damage();
+        }
+        if !answer.oom_killed && kills > kills_before {
             answer.oom_killed = true;
             answer.notes.push(OUT_OF_MEMORY.to_owned());
+        } else if kills > 0 && !answer.oom_killed && answer.exit_code != Some(0) {
+            answer.notes.push(DAMAGED.to_owned());
         }
         if answer.oom_killed {
             self.tell_out_of_memory(to.id, answer.operation_id);
+        }
+    }
+
+    /// Ends a sandbox of which the host has ended a process, if nothing that runs in it would be missed. Whoever calls
+    /// this holds its lock.
+    pub(super) async fn end_if_damaged(&self, id: WorkspaceId, live: &Live) {
+        let Some(reached) = live.take_damaged() else {
+            return;
+        };
+        let is_empty = super::usage::ask(&reached.channel).await.is_none_or(|usage| usage.processes == 0);
+        if !is_empty {
+            return;
+        }
+        let Ok(provider) = self.provider(reached.provider) else {
+            return;
+        };
+        tracing::warn!(workspace = %id, "the host has ended a process of the sandbox: it is started anew");
+        live.close_to_calls();
+        if let Err(error) = provider.stop(id).await {
+            tracing::warn!(workspace = %id, %error, "a damaged sandbox could not be ended");
         }
     }
 

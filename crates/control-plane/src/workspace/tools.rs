@@ -129,11 +129,11 @@ impl Workspaces {
         let limit = time_of(&request);
         let message =
             BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
-        let ToolCall { call, to, busy: _busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
         let kills_before = self.oom_kills(to);
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, limit, answer).await?;
-        self.judge_command(to, kills_before, &mut answer);
+        self.judge_command(to, busy.live(), kills_before, &mut answer);
         answer.stdout = text(stdout);
         answer.stderr = text(stderr);
         Ok(answer)
@@ -368,7 +368,8 @@ impl OutputStream {
     fn judged(&self, answer: Bytes) -> Bytes {
         match self.of {
             StreamOf::Command { kills_before, .. } => {
-                change(answer, |answer| self.workspaces.judge_command(self.to, kills_before, answer))
+                let live = self.busy.live();
+                change(answer, |answer| self.workspaces.judge_command(self.to, live, kills_before, answer))
             }
             StreamOf::Operation => {
                 change(answer, |answer| self.workspaces.judge_operation(self.to, self.busy.live(), answer))

@@ -13,6 +13,8 @@ pub(crate) enum Mode {
     IgnoreTerm,
     /// It says "boom" on standard error and exits with 3 when it is to initialize.
     DieInInitialize,
+    /// It answers `initialize` with an error.
+    RefuseInitialize,
     /// It never answers.
     Silent,
     /// It answers `initialize` and nothing else.
@@ -39,7 +41,7 @@ pub(crate) enum Mode {
     SlowStart(Duration),
 }
 
-const USAGE: &str = "usage: mcp-chaos [normal|ignore-eof|ignore-term|die-in-initialize|silent|silent-after-init|\
+const USAGE: &str = "usage: mcp-chaos [normal|ignore-eof|ignore-term|die-in-initialize|refuse-initialize|silent|silent-after-init|\
     exit-after MS|flood-stdout|flood-stderr|flood-junk|half-line|long-line BYTES|twice|stranger|junk|slow-start MS]";
 
 impl Mode {
@@ -50,6 +52,7 @@ impl Mode {
             ["ignore-eof"] => Self::IgnoreEof,
             ["ignore-term"] => Self::IgnoreTerm,
             ["die-in-initialize"] => Self::DieInInitialize,
+            ["refuse-initialize"] => Self::RefuseInitialize,
             ["silent"] => Self::Silent,
             ["silent-after-init"] => Self::SilentAfterInit,
             ["exit-after", number] => Self::ExitAfter(milliseconds(number)?),

@@ -14,6 +14,7 @@ use crate::{flood, say, tools};
 /// Notifications that are remembered for `received`; the rest is forgotten.
 const REMEMBERED: usize = 10_000;
 const NOT_FOUND: i32 = -32601;
+const REFUSED: i32 = -32000;
 
 /// The server; clones are the same one.
 #[derive(Clone)]
@@ -82,6 +83,9 @@ impl Server {
         if self.mode == Mode::DieInInitialize {
             eprintln!("boom");
             std::process::exit(3);
+        }
+        if self.mode == Mode::RefuseInitialize {
+            return self.send(error(id, REFUSED, "not today"));
         }
         let params = message.params.and_then(|params| serde_json::from_str::<Initialize>(params.get()).ok());
         let version = params.map_or(r#""2025-11-25""#, |params| params.protocol_version.get());

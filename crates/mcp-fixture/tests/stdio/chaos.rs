@@ -136,6 +136,9 @@ fn it_may_die() {
     client.send(1, "initialize", json!({}));
     assert_eq!(client.error_line(), "boom");
     assert_eq!(client.exit().code(), Some(3));
+    let mut client = Client::start(env!("CARGO_BIN_EXE_mcp-chaos"), &["refuse-initialize"]);
+    client.send(1, "initialize", json!({}));
+    assert_eq!(client.response(1)["error"]["message"], "not today");
     let mut client = Client::start(env!("CARGO_BIN_EXE_mcp-chaos"), &["exit-after", "20"]);
     assert_eq!(client.exit().code(), Some(1));
 }
