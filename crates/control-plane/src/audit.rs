@@ -1,13 +1,16 @@
 //! The audit log's one writer: calls hand their entries over and are answered when they are written, so that a server
 //! that is killed has no call answered that the log does not know. A task writes what has come meanwhile in one batch.
+//! Only messages to MCP servers, of which there may be thousands a second, don't wait: what was handed over in the last
+//! moment ([`COLLECT_TIME`]) is lost with a server that is killed, and written by one that ends.
 //!
 //! A database that can't be written must not stop everything: then calls are answered after a while all the same, and
 //! their entries wait in the queue. Only when that is full is an entry lost, which is logged and counted.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_store::{AuditEntry, Store};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::timeout;
 
 /// Entries that may wait.
@@ -18,56 +21,81 @@ const BATCH: usize = 256;
 const RETRY_AFTER: Duration = Duration::from_millis(500);
 /// Failures in a row of which one is logged.
 const SAY_EVERY: u32 = 120;
+/// How long entries are collected that nobody waits for.
+const COLLECT_TIME: Duration = Duration::from_millis(10);
 /// How long a call waits for its entry.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// How long a reader of the log, or the end of the server, waits for what is under way.
 const FLUSH_TIME: Duration = Duration::from_secs(10);
 
-/// An entry, and whom to tell when it is written.
+/// An entry, and whom to tell when it is written, if anybody waits.
 struct Item {
     entry: Option<Box<AuditEntry>>,
-    written: oneshot::Sender<()>,
+    written: Option<oneshot::Sender<()>>,
 }
 
 /// Where calls hand their entries over.
 #[derive(Clone)]
 pub(crate) struct Audit {
     queue: mpsc::Sender<Item>,
+    /// Somebody waits.
+    urgent: Arc<Notify>,
 }
 
 impl Audit {
     /// Starts the writer.
     pub(crate) fn start(store: Store) -> Self {
         let (queue, entries) = mpsc::channel(QUEUED);
-        tokio::spawn(write(store, entries));
-        Self { queue }
+        let urgent = Arc::new(Notify::new());
+        tokio::spawn(write(store, entries, Arc::clone(&urgent)));
+        Self { queue, urgent }
     }
 
     /// Hands an entry over and waits until it is written.
     pub(crate) async fn record(&self, entry: AuditEntry) {
         let (done, written) = oneshot::channel();
-        let item = Item { entry: Some(Box::new(entry)), written: done };
-        if self.queue.send_timeout(item, PATIENCE).await.is_err() {
+        if self.put(Item { entry: Some(Box::new(entry)), written: Some(done) }).await {
+            self.urgent.notify_one();
+            let _ = timeout(PATIENCE, written).await;
+        }
+    }
+
+    /// Hands an entry over that is written in a moment.
+    pub(crate) async fn record_soon(&self, entry: AuditEntry) {
+        self.put(Item { entry: Some(Box::new(entry)), written: None }).await;
+    }
+
+    async fn put(&self, item: Item) -> bool {
+        let is_taken = self.queue.send_timeout(item, PATIENCE).await.is_ok();
+        if !is_taken {
             tracing::error!("an audit entry was lost: the audit log can't be written and too many wait");
             metrics::counter!("emergent_audit_lost_total").increment(1);
-            return;
         }
-        let _ = timeout(PATIENCE, written).await;
+        is_taken
     }
 
     /// Waits until everything handed over so far is written, if it can be.
     pub(crate) async fn flush(&self) {
         let (done, written) = oneshot::channel();
-        if self.queue.send_timeout(Item { entry: None, written: done }, FLUSH_TIME).await.is_ok() {
+        if self.queue.send_timeout(Item { entry: None, written: Some(done) }, FLUSH_TIME).await.is_ok() {
+            self.urgent.notify_one();
             let _ = timeout(FLUSH_TIME, written).await;
         }
     }
 }
 
-async fn write(store: Store, mut queue: mpsc::Receiver<Item>) {
+async fn write(store: Store, mut queue: mpsc::Receiver<Item>, urgent: Arc<Notify>) {
     let mut items = Vec::with_capacity(BATCH);
     while queue.recv_many(&mut items, BATCH).await > 0 {
+        if items.iter().all(|item| item.written.is_none()) {
+            let _ = timeout(COLLECT_TIME, urgent.notified()).await;
+            while items.len() < BATCH
+                && let Ok(item) = queue.try_recv()
+            {
+                items.push(item);
+            }
+        }
         let entries: Vec<AuditEntry> =
             items.iter_mut().filter_map(|item| item.entry.take()).map(|entry| *entry).collect();
         if !entries.is_empty() {
@@ -84,8 +112,8 @@ async fn write(store: Store, mut queue: mpsc::Receiver<Item>) {
                 tracing::info!(failures, "the audit log is written again");
             }
         }
-        for item in items.drain(..) {
-            let _ = item.written.send(());
+        for written in items.drain(..).filter_map(|item| item.written) {
+            let _ = written.send(());
         }
     }
 }

@@ -88,6 +88,9 @@ impl Outgoing {
     pub async fn next(&mut self, about: usize) -> Option<Vec<u8>> {
         let mut batch = self.0.recv().await?.line.into_bytes();
         batch.push(b'\n');
+        // Others that are about to ask go first: what is written in one piece is passed on in one piece by every process
+        // on the way.
+        tokio::task::yield_now().await;
         while batch.len() < about
             && let Ok(more) = self.0.try_recv()
         {

@@ -5,6 +5,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::OnceLock;
 
 use chrono::{DateTime, Utc};
 use emergent_wire::id::SessionId;
@@ -24,6 +25,8 @@ use crate::types::{DbRow, DbTime, DbUuid, Reader, clean, clean_json};
 const TABLE: &str = "tool_audit";
 /// The setting that holds the head of the chain.
 const HEAD: &str = "audit_head";
+/// How many rows one statement inserts, largest first: each statement wakes another thread or goes over the network.
+const ROWS_AT_ONCE: [usize; 3] = [16, 4, 1];
 /// How many rows `verify_audit` holds in memory.
 const VERIFY_BATCH: i64 = 1000;
 
@@ -155,6 +158,22 @@ impl AuditEntry {
     }
 }
 
+/// An insertion of so many rows; one of [`ROWS_AT_ONCE`].
+fn insert_of(rows: usize) -> &'static str {
+    static ALL: [OnceLock<String>; ROWS_AT_ONCE.len()] = [const { OnceLock::new() }; ROWS_AT_ONCE.len()];
+    let which = ROWS_AT_ONCE.iter().position(|size| *size == rows).unwrap_or_default();
+    ALL[which].get_or_init(|| {
+        let columns = columns!().split(',').count();
+        let row = |row: usize| {
+            let values: Vec<String> =
+                (1..=columns).map(|value| format!("${}", row * columns + value)).collect();
+            format!("({})", values.join(", "))
+        };
+        let values: Vec<String> = (0..rows).map(row).collect();
+        format!("INSERT INTO tool_audit ({}) VALUES {}", columns!(), values.join(", "))
+    })
+}
+
 struct AuditRow {
     seq: u64,
     entry: AuditEntry,
@@ -265,30 +284,31 @@ impl Store {
         let entries: Vec<_> = entries.into_iter().map(AuditEntry::normalized).collect();
         in_transaction!(self.db(), Lock::Audit, |connection| {
             let mut head = recorded_head!(connection).unwrap_or(Head::EMPTY);
-            for entry in &entries {
-                let next = head.next(entry);
-                sqlx::query(concat!(
-                    "INSERT INTO tool_audit (",
-                    columns!(),
-                    ") VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
-                ))
-                .bind(i64::try_from(next.seq).unwrap_or(i64::MAX))
-                .bind(DbTime::new(entry.at))
-                .bind(entry.actor_token_id.map(|id| DbUuid(id.0)))
-                .bind(entry.actor_name.as_deref())
-                .bind(entry.workspace_id.map(|id| DbUuid(id.0)))
-                .bind(entry.session_id.map(|id| DbUuid(id.0)))
-                .bind(entry.tool.as_str())
-                .bind(entry.outcome.as_str())
-                .bind(entry.error_code.as_deref())
-                .bind(i64::try_from(entry.duration_ms).unwrap_or(i64::MAX))
-                .bind(Json(&entry.request))
-                .bind(entry.request_id.as_deref())
-                .bind(head.hash.as_slice())
-                .bind(next.hash.as_slice())
-                .execute(&mut *connection)
-                .await?;
-                head = next;
+            let mut left = entries.as_slice();
+            while let Some(size) = ROWS_AT_ONCE.into_iter().find(|size| *size <= left.len()) {
+                let (now, later) = left.split_at(size);
+                let mut insert = sqlx::query(insert_of(size));
+                for entry in now {
+                    let next = head.next(entry);
+                    insert = insert
+                        .bind(i64::try_from(next.seq).unwrap_or(i64::MAX))
+                        .bind(DbTime::new(entry.at))
+                        .bind(entry.actor_token_id.map(|id| DbUuid(id.0)))
+                        .bind(entry.actor_name.as_deref())
+                        .bind(entry.workspace_id.map(|id| DbUuid(id.0)))
+                        .bind(entry.session_id.map(|id| DbUuid(id.0)))
+                        .bind(entry.tool.as_str())
+                        .bind(entry.outcome.as_str())
+                        .bind(entry.error_code.as_deref())
+                        .bind(i64::try_from(entry.duration_ms).unwrap_or(i64::MAX))
+                        .bind(Json(&entry.request))
+                        .bind(entry.request_id.as_deref())
+                        .bind(head.hash.to_vec())
+                        .bind(next.hash.to_vec());
+                    head = next;
+                }
+                insert.execute(&mut *connection).await?;
+                left = later;
             }
             sqlx::query(
                 "INSERT INTO settings (key, value) VALUES ($1, $2)

@@ -67,6 +67,7 @@ pub(super) async fn calls(State(app): State<App>, mut request: Request, next: Ne
     });
     tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
     if is_audited(&action) {
+        let is_frequent = matches!(action.as_str(), "mcp.call" | "mcp.message");
         let entry = AuditEntry {
             at,
             actor_token_id: caller.as_ref().map(|token| token.id),
@@ -80,7 +81,11 @@ pub(super) async fn calls(State(app): State<App>, mut request: Request, next: Ne
             request: summary.get(),
             request_id,
         };
-        app.audit.record(entry).await;
+        if is_frequent {
+            app.audit.record_soon(entry).await;
+        } else {
+            app.audit.record(entry).await;
+        }
     }
     response
 }
