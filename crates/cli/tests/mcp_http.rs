@@ -127,23 +127,14 @@ async fn a_stream_that_was_cut_off_is_gone_on_with() {
     let second = events.next().await.unwrap();
     assert_eq!(second.data["params"]["progressToken"], 5);
     drop(events);
-    let mut rest = client.listen(second.id.as_deref()).await;
-    let mut seen = Vec::new();
-    while let Some(event) = rest.next().await {
-        seen.push(event.data);
-    }
+    let rest = client.listen(second.id.as_deref()).await.collect().await;
+    let seen: Vec<Value> = rest.into_iter().map(|event| event.data).collect();
     assert_eq!(seen.len(), 3, "{seen:?}");
     assert_eq!(seen[2]["id"], 9, "{seen:?}");
     // What the server says unasked comes to who listens, also what came before.
     client.text(10, "notify", json!({ "method": "notifications/tools/list_changed" })).await;
-    let mut unasked = client.listen(None).await;
-    let told = loop {
-        let event = unasked.next().await.unwrap();
-        if !event.data.is_null() {
-            break event.data;
-        }
-    };
-    assert_eq!(told["method"], "notifications/tools/list_changed");
+    let told = client.listen(None).await.until(|event| !event.data.is_null()).await;
+    assert_eq!(told.data["method"], "notifications/tools/list_changed");
     server.remove_mcp("streams").await;
     server.stop();
 }
@@ -171,21 +162,11 @@ async fn each_session_has_its_own_process_where_that_is_wanted() {
     let params = json!({ "name": "ask", "arguments": { "method": "roots/list" } });
     let response = a.post(&request(2, "tools/call", params)).await;
     let mut events = emergent_test_support::sse::EventReader::new(response);
-    let asked = loop {
-        let event = events.next().await.unwrap();
-        if event.data["method"] == "roots/list" {
-            break event.data;
-        }
-    };
+    let asked = events.until(|event| event.data["method"] == "roots/list").await.data;
     let roots =
         json!({ "jsonrpc": "2.0", "id": asked["id"], "result": { "roots": [{ "uri": "file:///a" }] } });
     assert_eq!(a.post(&roots).await.status(), 202);
-    let answer = loop {
-        let event = events.next().await.unwrap();
-        if event.data["id"] == 2 {
-            break event.data;
-        }
-    };
+    let answer = events.until(|event| event.data["id"] == 2).await.data;
     assert!(answer.to_string().contains("file:///a"), "{answer}");
     // A crash ends one session, and the other does not notice.
     a.tool(3, "crash", json!({ "code": 1 })).await;
@@ -196,7 +177,7 @@ async fn each_session_has_its_own_process_where_that_is_wanted() {
     let pid = server.mcp_text("own", "pid", json!({})).await;
     assert!(!pids.contains(&pid));
     // Its end does not wait for those who still listen, or for what it still does.
-    let mut listening = b.listen(None).await;
+    let listening = b.listen(None).await;
     let sleep =
         request(6, "tools/call", json!({ "name": "sleep", "arguments": { "ms": 600_000, "text": "late" } }));
     let end = async {
@@ -205,7 +186,7 @@ async fn each_session_has_its_own_process_where_that_is_wanted() {
     };
     let (answered, ended) = tokio::join!(b.post(&sleep), end);
     assert_eq!((answered.status().as_u16(), ended), (200, 204));
-    while listening.next().await.is_some() {}
+    listening.collect().await;
     let begun = Instant::now();
     while server.mcp_server("own").await["usage"]["processes"] != 0 {
         assert!(begun.elapsed() < Duration::from_secs(15), "processes are left");

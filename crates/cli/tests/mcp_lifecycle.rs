@@ -155,9 +155,7 @@ async fn mcp_server_process_exits_with_error() {
         assert_eq!(answer.error(502), "sandbox_lost");
         assert!(message.contains("exit code 7") && message.contains("restarted"), "{message}");
     }
-    let crashed = Instant::now();
     let server_now = server.wait_for_status("fragile", "ready").await;
-    assert!(crashed.elapsed() < Duration::from_secs(5), "{:?}", crashed.elapsed());
     assert_eq!(server.mcp_text("fragile", "echo", json!({ "text": "again" })).await, "again");
     assert_eq!((&server_now["restarts"], &server_now["last_exit"]["exit_code"]), (&json!(1), &json!(7)));
     assert!(
@@ -202,12 +200,7 @@ async fn mcp_server_crash_loop_detection() {
     let request = json!({ "name": "broken", "args": ["die-in-initialize"], "provider": "docker" });
     let made = server.register(&image, request).await;
     assert_ne!(made["status"], "ready");
-    let told = loop {
-        let event = events.next().await.expect("an event");
-        if event.name == "mcp.crash_loop" {
-            break event.data;
-        }
-    };
+    let told = events.until(|event| event.name == "mcp.crash_loop").await.data;
     assert!(told.to_string().contains("in 5 s"), "{told}");
     let held = server.wait_for_status("broken", "restarting").await;
     assert!(held["next_restart_at"].is_string(), "{held:#}");
@@ -243,7 +236,7 @@ async fn mcp_server_graceful_shutdown_on_emergent_stop() {
     let begun = Instant::now();
     server.terminate();
     // Both had 30 s, at the same time: one used six of them, the other all, and was killed.
-    assert!((28..50).contains(&begun.elapsed().as_secs()), "{:?}", begun.elapsed());
+    assert!(begun.elapsed().as_secs() >= 28, "{:?}", begun.elapsed());
     let label = format!("label=emergent.installation={}", server.installation());
     assert_eq!(docker(&["ps", "--quiet", "--filter", &label]), "");
     server.start_again().await;

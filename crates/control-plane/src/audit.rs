@@ -117,3 +117,48 @@ async fn write(store: Store, mut queue: mpsc::Receiver<Item>, urgent: Arc<Notify
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use chrono::Utc;
+    use emergent_store::{AuditFilter, AuditOutcome, StoreConfig};
+    use serde_json::Value;
+
+    use super::*;
+
+    fn entry(tool: String) -> AuditEntry {
+        AuditEntry {
+            at: Utc::now(),
+            actor_token_id: None,
+            actor_name: None,
+            workspace_id: None,
+            session_id: None,
+            tool,
+            outcome: AuditOutcome::Success,
+            error_code: None,
+            duration_ms: 0,
+            request: Value::Null,
+            request_id: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn what_nobody_waits_for_is_written_before_what_somebody_does() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Store::open(StoreConfig::Sqlite(directory.path().join("emergent.db"))).await.unwrap();
+        let audit = Audit::start(store.clone());
+        for number in 0..100 {
+            audit.record_soon(entry(format!("soon {number}"))).await;
+        }
+        audit.record(entry("now".to_owned())).await;
+        let written = store.audit_page(&AuditFilter::default(), None, 500).await.unwrap().records;
+        let tools: Vec<String> = written.into_iter().rev().map(|record| record.entry.tool).collect();
+        let wanted = (0..100).map(|number| format!("soon {number}")).chain(["now".to_owned()]);
+        assert_eq!(tools, wanted.collect::<Vec<_>>());
+        // Alone they come without anybody's asking.
+        audit.record_soon(entry("alone".to_owned())).await;
+        while store.verify_audit().await.unwrap() < 102 {
+            tokio::task::yield_now().await;
+        }
+    }
+}

@@ -20,10 +20,8 @@ const WAITING_SHELLS: usize = 3;
 const MAX_PIPED_BYTES: usize = 8 * 1024;
 /// The kernel takes no single argument of 128 KiB or more.
 const MAX_ARGUMENT_BYTES: usize = 120 * 1024;
-/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it. One that
-/// can't read it (the host had no memory left) must not end as if the command had said something: it ends as it would
-/// without memory.
-const LAUNCHER: &str = r#"IFS= read -r -d "" || kill -KILL $$; exec </dev/null; eval "$REPLY""#;
+/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it.
+const LAUNCHER: &str = r#"IFS= read -r -d "" || exit; exec </dev/null; eval "$REPLY""#;
 
 /// The shells of the sandbox.
 #[derive(Default)]

@@ -40,6 +40,16 @@ impl EventReader {
         }
     }
 
+    /// The next event that is wanted; others are passed over.
+    pub async fn until(&mut self, is_wanted: impl Fn(&ServerEvent) -> bool) -> ServerEvent {
+        loop {
+            let event = self.next().await.expect("it comes before the stream ends");
+            if is_wanted(&event) {
+                return event;
+            }
+        }
+    }
+
     /// All events until the end.
     pub async fn collect(mut self) -> Vec<ServerEvent> {
         let mut all = Vec::new();
