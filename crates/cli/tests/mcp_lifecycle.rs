@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// An MCP server in bash: it answers `initialize`, and takes 6 s to end.
+/// An MCP server in bash: it answers `initialize`, ignores that its input ends, and takes 6 s to end on SIGTERM.
+/// Bash handles a signal only between two commands, so none of them may take long: the end of the input and
+/// the signal come at the same time.
 const SLOW_TO_END: &str = r#"
 cat /data/bye >&2
 trap 'sleep 6; echo "said bye" > /data/bye; exit 0' TERM
@@ -20,7 +22,7 @@ while read -r line; do
         printf '{"jsonrpc":"2.0","id":%s,"result":{"protocolVersion":"2025-11-25","capabilities":{},"serverInfo":{"name":"s","version":"1"}}}\n' "$id" ;;
     esac
 done
-sleep 60
+while :; do sleep 0.1; done
 "#;
 
 /// What runs in a server's sandbox besides the guest agent.
