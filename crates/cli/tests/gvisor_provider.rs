@@ -7,6 +7,7 @@
 use std::process::Command;
 
 use emergent_test_support::engine::TestEngine;
+use emergent_test_support::internet::Internet;
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::McpClient;
 use emergent_test_support::server::{TestServer, run};
@@ -280,13 +281,6 @@ async fn mcp_server_with_gvisor_networking() {
         network.as_object().unwrap().values().next().unwrap()["IPAddress"].as_str().unwrap().to_owned();
     let gateway =
         network.as_object().unwrap().values().next().unwrap()["Gateway"].as_str().unwrap().to_owned();
-    let probe = |host: &str, port: u16, tries: u32| {
-        format!(
-            "python3 - <<'END'\nimport socket, time\nfor _ in range({tries}):\n    try:\n        \
-             socket.create_connection(('{host}', {port}), 3); print('open'); break\n    except OSError:\n        \
-             time.sleep(0.1)\nelse:\n    print('closed')\nEND"
-        )
-    };
     let client = McpClient::open(&server, &format!("{SERVERS}/listening/mcp")).await;
     assert_eq!(client.text(1, "echo", json!({ "text": "reached" })).await, "reached");
     // A port of the host, on the bridge's own address and on a public one.
@@ -299,10 +293,41 @@ async fn mcp_server_with_gvisor_networking() {
         ("10.0.0.1", 80),
         ("172.17.0.1", port),
     ] {
-        assert_eq!(server.bash(&first, &probe(host, port, 1)).await, "closed\n", "{host}:{port}");
+        assert_eq!(server.bash(&first, &probe(host, port)).await, "closed\n", "{host}:{port}");
     }
     server.destroy(&first).await;
     server.remove_mcp("listening").await;
+    server.stop();
+}
+
+/// A command that says whether somebody can be reached.
+fn probe(host: &str, port: u16) -> String {
+    format!(
+        "python3 - <<'END'\nimport socket\ntry:\n    socket.create_connection(('{host}', {port}), 3); print('open')\n\
+         except OSError:\n    print('closed')\nEND"
+    )
+}
+
+#[tokio::test]
+async fn what_gets_past_the_engines_chains_is_dropped() {
+    // Whenever any network is made, the engine takes the jump to its users' chain out for a moment.
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({})).await;
+    let neighbour = Internet::start_private();
+    let listener = neighbour.listen();
+    let ask = probe(&neighbour.address.to_string(), listener.local_addr().unwrap().port());
+    assert_eq!(server.bash(&id, &ask).await, "closed\n");
+    let bridge = format!("em-{}", &server.installation().replace('-', "")[22..]);
+    let take_out = |table: &str, parent: &str| {
+        let chain = format!("{bridge}-fwd");
+        run("iptables", &["-w", "10", "-t", table, "-D", parent, "-i", &bridge, "-j", &chain]);
+    };
+    take_out("filter", "DOCKER-USER");
+    assert_eq!(server.bash(&id, &ask).await, "closed\n");
+    // It is not closed for another reason.
+    take_out("security", "FORWARD");
+    assert_eq!(server.bash(&id, &ask).await, "open\n");
+    server.destroy(&id).await;
     server.stop();
 }
 

@@ -9,7 +9,9 @@ use std::process::{Child, Command, Stdio};
 use crate::server::run;
 
 /// Reserved for documentation (RFC 5737), so that it is nobody's.
-const NETWORK: [u8; 3] = [203, 0, 113];
+const PUBLIC: [u8; 3] = [203, 0, 113];
+/// An address that workspaces must not reach.
+const PRIVATE: [u8; 3] = [10, 203, 113];
 
 /// An address outside.
 pub struct Internet {
@@ -21,6 +23,15 @@ pub struct Internet {
 impl Internet {
     /// Makes the namespace and a route to it.
     pub fn start() -> Self {
+        Self::start_in(PUBLIC)
+    }
+
+    /// The same with a private address: a machine beside the host.
+    pub fn start_private() -> Self {
+        Self::start_in(PRIVATE)
+    }
+
+    fn start_in([a, b, c]: [u8; 3]) -> Self {
         let mut keeper = Command::new("unshare")
             .args(["--net", "sh", "-c", "ip link set lo up && echo ready && exec cat"])
             .stdin(Stdio::piped())
@@ -31,7 +42,6 @@ impl Internet {
         let output = keeper.stdout.as_mut().expect("a pipe");
         std::io::Read::read_exact(output, &mut ready).expect("the namespace is made");
         let pid = keeper.id();
-        let [a, b, c] = NETWORK;
         // Two addresses for each test that runs; processes that run at once have different ids.
         let pair = u8::try_from(std::process::id() % 120).expect("a small number") * 2;
         let (near, far) = (Ipv4Addr::new(a, b, c, pair), Ipv4Addr::new(a, b, c, pair + 1));

@@ -23,9 +23,13 @@ if [ -n "$id" ]; then
     docker rmi --force "emergent-test:$id"
     short=$(printf %s "$id" | tr -d - | tail -c 10)
     for tables in iptables ip6tables; do
-        for parent in DOCKER-USER FORWARD; do $tables -w 5 -D $parent -i "em-$short" -j "em-$short-fwd"; done
-        $tables -w 5 -D INPUT -i "em-$short" -j "em-$short-in"
-        for chain in "em-$short-fwd" "em-$short-in"; do $tables -w 5 -F "$chain" && $tables -w 5 -X "$chain"; done
+        for table in filter security mangle; do
+            for parent in DOCKER-USER FORWARD; do $tables -w 5 -t $table -D $parent -i "em-$short" -j "em-$short-fwd"; done
+            $tables -w 5 -t $table -D INPUT -i "em-$short" -j "em-$short-in"
+            for chain in "em-$short-fwd" "em-$short-in"; do
+                $tables -w 5 -t $table -F "$chain" && $tables -w 5 -t $table -X "$chain"
+            done
+        done
     done
 fi
 for device in $(losetup --noheadings --output NAME,BACK-FILE | awk -v dir="$dir/" 'index($2, dir) == 1 { print $1 }'); do
