@@ -228,10 +228,13 @@ impl TestServer {
         list("volume", "docker", &["volume", "ls", "--filter", &filter, "--format", "{{.Name}}"]);
         list("network", "docker", &["network", "ls", "--filter", &filter, "--format", "{{.Name}}"]);
         let short: String = id.replace('-', "").chars().skip(22).collect();
-        let rules = Command::new("iptables-save").output().map(|output| output.stdout).unwrap_or_default();
-        let rules = String::from_utf8_lossy(&rules).into_owned();
-        let ours = rules.lines().filter(|line| !short.is_empty() && line.contains(&format!("em-{short}")));
-        found.extend(ours.map(|line| format!("rule {line}")));
+        for program in ["iptables-save", "ip6tables-save"] {
+            let rules = Command::new(program).output().map(|output| output.stdout).unwrap_or_default();
+            let rules = String::from_utf8_lossy(&rules).into_owned();
+            let ours =
+                rules.lines().filter(|line| !short.is_empty() && line.contains(&format!("em-{short}")));
+            found.extend(ours.map(|line| format!("rule of {program} {line}")));
+        }
         let loops =
             Command::new("losetup").arg("--all").output().map(|output| output.stdout).unwrap_or_default();
         let loops = String::from_utf8_lossy(&loops).into_owned();

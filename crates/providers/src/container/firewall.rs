@@ -6,7 +6,7 @@
 //!
 //! Others change those chains, too: whenever any network is made, the engine takes the jump to `DOCKER-USER` out and puts it
 //! in again, and in between everything would be let through. So the rules are there twice: where a packet is refused
-//! politely, and in a table that nobody else uses, where what got past is dropped.
+//! politely, and in a table that the engine does not touch, where what got past is dropped.
 
 use std::io::Write;
 use std::net::IpAddr;
