@@ -8,15 +8,14 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 use std::str::FromStr;
 
 use emergent_failpoint::failpoint;
+use emergent_host::copy::{copy_sparse, taken_bytes};
+use emergent_host::program::{command, failure, run};
 use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
-
-use super::copy::copy_sparse;
 
 /// Room that must be left on the host after a disk was promised.
 const HOST_RESERVE_BYTES: u64 = 512 << 20;
@@ -186,11 +185,6 @@ pub(crate) fn disk_of(id: WorkspaceId, volume: Option<&str>) -> String {
     volume.map_or_else(|| id.to_string(), |volume| format!("{id}.{volume}"))
 }
 
-/// What a file takes on the disk, its holes left out.
-fn taken_bytes(path: &Path) -> io::Result<u64> {
-    Ok(fs::metadata(path)?.blocks() * 512)
-}
-
 /// The ids that files in a directory are named after.
 fn ids_in<T: FromStr + Ord>(directory: &Path) -> io::Result<Vec<T>> {
     let stems = stems_in(directory)?;
@@ -278,25 +272,4 @@ fn device_of_path(image: &Path) -> io::Result<Option<PathBuf>> {
         }
     }
     Ok(None)
-}
-
-/// A program of the host.
-fn command(program: &str) -> Command {
-    let mut command = Command::new(program);
-    command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null());
-    command
-}
-
-fn failure(program: &str, output: &Output) -> io::Error {
-    let said = String::from_utf8_lossy(&output.stderr);
-    io::Error::other(format!("{program} failed ({}): {}", output.status, said.trim()))
-}
-
-/// Runs a program of the host and returns what it printed.
-fn run(program: &str, arguments: &[&OsStr]) -> io::Result<String> {
-    let output = command(program).args(arguments).output()?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    Err(failure(program, &output))
 }

@@ -13,7 +13,8 @@ use bollard::query_parameters::{
     WaitContainerOptionsBuilder,
 };
 use bollard::{API_DEFAULT_VERSION, Docker};
-use futures_util::StreamExt;
+use bytes::Bytes;
+use futures_util::{Stream, StreamExt};
 use tokio::sync::OnceCell;
 
 use super::stream::Attached;
@@ -150,6 +151,15 @@ impl Engine {
     pub(crate) async fn image_config(&self, image: &str) -> Result<ImageConfig, EngineError> {
         let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
         Ok(found.config.unwrap_or_default())
+    }
+
+    /// The files of a container, as an archive. The whole of it is not bounded in time.
+    pub(crate) async fn export(
+        &self,
+        name: &str,
+    ) -> Result<impl Stream<Item = Result<Bytes, EngineError>> + use<>, EngineError> {
+        let docker = self.docker().await?.clone();
+        Ok(docker.export_container(name).map(|bytes| bytes.map_err(EngineError::from)))
     }
 
     /// Makes a container.

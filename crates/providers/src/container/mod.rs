@@ -6,7 +6,6 @@
 //! one long-lived `exec` of `emergent-guest connect`, which hands its streams to the agent. Tool calls never start
 //! an exec of their own.
 
-mod copy;
 mod disk;
 mod engine;
 mod firewall;
@@ -18,6 +17,7 @@ mod stream;
 
 pub use engine::{DOCKER_HOST_VARIABLE, Engine, EngineError};
 pub use provider::{ContainerOptions, ContainerProvider, GVISOR_MISSING, Runtime};
+pub(crate) use provider::{no_image, program_of};
 
 /// Names the installation that owns a container, volume or network.
 pub(crate) const LABEL_INSTALLATION: &str = "emergent.installation";

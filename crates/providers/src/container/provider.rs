@@ -1,6 +1,6 @@
 //! The provider itself: create, stop, resume, destroy, and how it is doing.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,9 +8,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use bollard::models::SystemInfo;
+use bollard::models::{ImageConfig, SystemInfo};
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
+use emergent_host::network::host_nameservers;
 use emergent_wire::id::InstallationId;
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName,
@@ -19,7 +20,7 @@ use emergent_wire::{SnapshotId, WorkspaceId};
 
 use super::disk::{Disks, disk_of};
 use super::engine::{Engine, EngineError};
-use super::network::{Network, host_nameservers};
+use super::network::Network;
 use super::oom::{self, KillCounter};
 use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
@@ -29,6 +30,7 @@ use crate::guest_binary::InstalledGuest;
 use crate::sandbox::{
     Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure,
 };
+use crate::starts::Starts;
 
 /// What is said when the engine can't run gVisor containers.
 pub const GVISOR_MISSING: &str = "gVisor runtime not available";
@@ -38,8 +40,6 @@ const RUNSC: &str = "runsc";
 const STOP_GRACE_S: i32 = 12;
 /// How long the channel on a container's own streams may take.
 const ATTACHED_WITHIN: Duration = Duration::from_secs(6);
-/// Cold starts that the latency estimate is made of.
-const REMEMBERED_STARTS: usize = 20;
 
 /// What runs the containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +74,7 @@ pub struct ContainerProvider {
     disks: Result<Disks, String>,
     network: Network,
     host_cpus: AtomicU32,
-    starts: Mutex<VecDeque<Duration>>,
+    starts: Starts,
     kill_counters: Mutex<HashMap<WorkspaceId, KillCounter>>,
 }
 
@@ -96,7 +96,7 @@ impl ContainerProvider {
             disks: Disks::open(&options.data_dir),
             network: Network::new(options.installation, nameservers),
             host_cpus: AtomicU32::new(0),
-            starts: Mutex::default(),
+            starts: Starts::default(),
             kill_counters: Mutex::default(),
         })
     }
@@ -332,21 +332,6 @@ impl ContainerProvider {
             }
         }
     }
-
-    fn remember_start(&self, took: Duration) {
-        let mut starts = self.starts.lock().unwrap_or_else(PoisonError::into_inner);
-        starts.push_back(took);
-        if starts.len() > REMEMBERED_STARTS {
-            starts.pop_front();
-        }
-    }
-
-    fn typical_start_ms(&self) -> Option<u64> {
-        let mut starts: Vec<Duration> =
-            self.starts.lock().unwrap_or_else(PoisonError::into_inner).iter().copied().collect();
-        starts.sort_unstable();
-        starts.get(starts.len() / 2).map(|took| u64::try_from(took.as_millis()).unwrap_or(u64::MAX))
-    }
 }
 
 fn missing_runtime(reason: &str) -> String {
@@ -355,10 +340,21 @@ fn missing_runtime(reason: &str) -> String {
     )
 }
 
-fn no_image(image: &str) -> ProviderError {
+pub(crate) fn no_image(image: &str) -> ProviderError {
     ProviderError::Unacceptable(format!(
         "the image '{image}' is not on this host: build or load it (`make setup` makes the default one)"
     ))
+}
+
+/// What an image's configuration says that it runs.
+pub(crate) fn program_of(config: ImageConfig) -> ImageProgram {
+    let given = |text: Option<String>| text.filter(|text| !text.is_empty());
+    ImageProgram {
+        entrypoint: config.entrypoint.unwrap_or_default(),
+        arguments: config.cmd.unwrap_or_default(),
+        directory: given(config.working_dir),
+        user: given(config.user),
+    }
 }
 
 /// Does something with files that may take a while.
@@ -395,7 +391,7 @@ impl WorkspaceProvider for ContainerProvider {
             warm_pool: true,
             requires: requires.into_iter().map(str::to_owned).collect(),
             disk_quota: self.disk_quota(),
-            startup_latency_ms: self.typical_start_ms(),
+            startup_latency_ms: self.starts.typical_ms(),
         }
     }
 
@@ -432,7 +428,7 @@ impl WorkspaceProvider for ContainerProvider {
         let begun = Instant::now();
         self.make(spec).await?;
         let channel = self.launch(spec).await?;
-        self.remember_start(begun.elapsed());
+        self.starts.remember(begun.elapsed());
         Ok(self.sandbox(spec, channel).await)
     }
 
@@ -564,13 +560,7 @@ impl WorkspaceProvider for ContainerProvider {
             Err(EngineError::NotFound(_)) => return Err(no_image(image)),
             Err(error) => return Err(ProviderError::Unavailable(error.to_string())),
         };
-        let given = |text: Option<String>| text.filter(|text| !text.is_empty());
-        Ok(ImageProgram {
-            entrypoint: config.entrypoint.unwrap_or_default(),
-            arguments: config.cmd.unwrap_or_default(),
-            directory: given(config.working_dir),
-            user: given(config.user),
-        })
+        Ok(program_of(config))
     }
 
     async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {

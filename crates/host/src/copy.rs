@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::fs::{SeekFrom, copy_file_range, ioctl_ficlone, seek};
@@ -9,13 +10,18 @@ use rustix::io::Errno;
 
 /// Copies a file: shares its blocks where the file system can, else copies what is data and leaves holes out. The copy
 /// is on disk when this returns.
-pub(super) fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
+pub fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
     let source = File::open(from)?;
     let target = File::create(to)?;
     if ioctl_ficlone(&target, &source).is_err() {
         copy_data(&source, &target)?;
     }
     target.sync_all()
+}
+
+/// What a file takes on the disk, its holes left out.
+pub fn taken_bytes(path: &Path) -> io::Result<u64> {
+    Ok(std::fs::metadata(path)?.blocks() * 512)
 }
 
 fn copy_data(source: &File, target: &File) -> io::Result<()> {
@@ -45,8 +51,8 @@ fn copy_data(source: &File, target: &File) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use std::io::{Seek, Write};
-    use std::os::unix::fs::MetadataExt;
 
     use super::*;
 
@@ -63,7 +69,7 @@ mod tests {
         drop(file);
         copy_sparse(&from, &to).unwrap();
         assert_eq!(std::fs::read(&from).unwrap(), std::fs::read(&to).unwrap());
-        let taken = std::fs::metadata(&to).unwrap().blocks() * 512;
+        let taken = taken_bytes(&to).unwrap();
         assert!(taken < 1 << 20, "{taken} bytes are taken");
     }
 }

@@ -1,0 +1,8 @@
+//! What those who make sandboxes do to the host: firewall rules, copies of disks, its programs and its network.
+//!
+//! Everything here blocks; callers who may not block run it elsewhere.
+
+pub mod copy;
+pub mod firewall;
+pub mod network;
+pub mod program;
