@@ -18,15 +18,15 @@ use crate::reaper::Reaper;
 use crate::search::Searches;
 use crate::shell::Shells;
 use crate::workers::{self, Workers};
-use crate::{disk, family, log};
+use crate::{disk, family, log, machine};
 
 /// How long processes have between SIGTERM and SIGKILL when the sandbox is stopped.
 const STOP_GRACE: Duration = Duration::from_secs(8);
 
 /// Everything the agent knows.
 pub(crate) struct Agent {
-    /// New each time the agent starts.
-    pub(crate) boot_id: String,
+    /// New each time the agent starts, or becomes another machine's.
+    boot_id: Mutex<String>,
     pub(crate) workers: Arc<Workers>,
     pub(crate) reaper: Arc<Reaper>,
     pub(crate) shells: Shells,
@@ -36,6 +36,8 @@ pub(crate) struct Agent {
     pub(crate) memory: MemoryGuard,
     pub(crate) drain: Drain,
     pub(crate) disk: disk::Watch,
+    /// What a machine was told its image sets; a container's processes have it by themselves.
+    image_environment: RwLock<BTreeMap<String, String>>,
     configuration: RwLock<Arc<Configuration>>,
     stopping: Mutex<()>,
 }
@@ -44,7 +46,8 @@ impl Agent {
     /// Starts the threads that look after the sandbox.
     pub(crate) fn start() -> Arc<Self> {
         let agent = Arc::new(Self {
-            boot_id: uuid::Uuid::new_v4().to_string(),
+            boot_id: Mutex::new(new_boot_id()),
+            image_environment: RwLock::default(),
             workers: Arc::default(),
             reaper: Arc::default(),
             shells: Shells::default(),
@@ -65,6 +68,18 @@ impl Agent {
         let guarded = Arc::clone(&agent);
         workers::spawn_thread("memory", move || guarded.memory.run(&guarded));
         agent
+    }
+
+    pub(crate) fn boot_id(&self) -> String {
+        self.boot_id.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The machine has become another one: nothing that was prepared before is used.
+    pub(crate) fn begin_anew(&self, image_environment: BTreeMap<String, String>) {
+        *self.boot_id.lock().unwrap_or_else(PoisonError::into_inner) = new_boot_id();
+        *self.image_environment.write().unwrap_or_else(PoisonError::into_inner) = image_environment;
+        self.shells.discard();
+        self.searches.discard();
     }
 
     pub(crate) fn configuration(&self) -> Arc<Configuration> {
@@ -112,7 +127,9 @@ impl Agent {
     pub(crate) fn environment(&self) -> BTreeMap<String, String> {
         let mut environment: BTreeMap<String, String> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .filter(|_| !machine::is_machine())
             .collect();
+        environment.extend(self.image_environment.read().unwrap_or_else(PoisonError::into_inner).clone());
         let mut default = |name: &str, value: &str| {
             environment.entry(name.to_owned()).or_insert_with(|| value.to_owned());
         };
@@ -120,6 +137,9 @@ impl Agent {
         default("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
         default("LANG", "C.UTF-8");
         default("USER", "root");
+        default("HOSTNAME", &rustix::system::uname().nodename().to_string_lossy());
+        // Whether /workspace has a disk of its own is nothing that git should tell.
+        default("GIT_DISCOVERY_ACROSS_FILESYSTEM", "1");
         environment.extend(self.configuration().environment.clone());
         environment
     }
@@ -184,7 +204,11 @@ pub(crate) fn block_stop_signals() {
     }
 }
 
-fn write_nameservers(nameservers: &[String]) {
+fn new_boot_id() -> String {
+    uuid::Uuid::new_v4().to_string()
+}
+
+pub(crate) fn write_nameservers(nameservers: &[String]) {
     if nameservers.is_empty() {
         return;
     }

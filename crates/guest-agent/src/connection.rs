@@ -178,7 +178,7 @@ impl Connection {
         let hello = AgentHello {
             protocol: PROTOCOL_VERSION,
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            boot_id: agent.boot_id.clone(),
+            boot_id: agent.boot_id(),
         };
         let _ = self.send(&Frame::message(Kind::Hello, 0, &hello)?);
         Ok(())

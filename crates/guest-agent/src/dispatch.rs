@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::agent::Agent;
 use crate::call::Call;
+use crate::machine::identity;
 use crate::{bash, disk, git, procfs, search, serve, tunnel};
 
 /// Runs a call to its end and sends its answer.
@@ -25,6 +26,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
             agent.configure(configuration);
             json(Ok(Empty {}))
         }
+        GuestCall::Machine(message) => json(identity::take_on(agent, &message).map(|()| Empty {})),
         GuestCall::Bash(message) if message.request.background => {
             json(agent.operations.start(agent, &message))
         }
@@ -43,6 +45,10 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         GuestCall::Serve(message) => json(serve::run(agent, call, &message)),
         GuestCall::Connect(message) => json(tunnel::run(call, &message).map(|()| Empty {})),
         GuestCall::Usage(()) => json(Ok(usage(agent))),
+        GuestCall::Flush(()) => {
+            rustix::fs::sync();
+            json(Ok(Empty {}))
+        }
         GuestCall::Shutdown(message) => {
             agent.end_processes(Duration::from_millis(message.grace_ms.min(60_000)));
             json(Ok(Empty {}))

@@ -4,6 +4,7 @@
 //! reaps orphans, guards the memory, and takes further channels from `emergent-guest connect`, which the server
 //! starts in the sandbox when the first channel broke: it hands its own standard input and output over to the
 //! agent and waits, so that every channel is served by the one process that knows the running commands.
+//! As `/init` it is the first process of a virtual machine, and channels come over vsock (`machine`).
 //! `emergent-guest run-as` becomes another user's program, and `end-family` ends what that has started; the agent starts
 //! and ends servers with them.
 //!
@@ -23,6 +24,7 @@ mod dispatch;
 mod family;
 mod git;
 mod handover;
+mod machine;
 mod memory;
 mod output;
 mod procfs;
@@ -43,9 +45,13 @@ use agent::Agent;
 
 fn main() -> ExitCode {
     limit_allocator();
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let mut arguments = std::env::args();
+    let is_first = arguments.next().as_deref() == Some(machine::INIT) && std::process::id() == 1;
+    // A kernel passes on whatever words it does not know.
+    let arguments: Vec<String> = if is_first { vec![machine::INIT.to_owned()] } else { arguments.collect() };
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["init"] => init(),
+        [machine::INIT] => machine::run(),
         ["connect"] => handover::connect(),
         [user::RUN_AS, ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
         [user::END_FAMILY, ids, tag] => user::end_family(ids, tag),
@@ -71,7 +77,7 @@ fn main() -> ExitCode {
 /// Runs the sandbox until it is told to stop.
 fn init() -> Result<(), String> {
     agent::block_stop_signals();
-    restore_stack_limit();
+    set_usual_limits();
     let agent = Agent::start();
     let listener = handover::listen()?;
     let (input, output) = take_stdio()?;
@@ -98,15 +104,30 @@ fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
     take().map_err(|error| format!("can't take over standard input and output: {error}"))
 }
 
-/// The agent itself runs with a small stack; what it starts gets the usual one.
-fn restore_stack_limit() {
-    const USUAL_BYTES: libc::rlim_t = 8 << 20;
-    // SAFETY: both calls only read and write the limit on this stack.
+/// What commands may use at most, the same in every sandbox. The agent itself runs with a small stack; what it starts gets
+/// the usual one. Open files are as many as the host's engine likes, in a machine few.
+fn set_usual_limits() {
+    const STACK_BYTES: libc::rlim_t = 8 << 20;
+    const OPEN_FILES: libc::rlim_t = 16 << 10;
+    const MOST_OPEN_FILES: libc::rlim_t = 1 << 20;
+    // SAFETY: the calls only read and write the limit on this stack.
     unsafe {
         let mut limit: libc::rlimit = std::mem::zeroed();
-        if libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) == 0 && limit.rlim_cur < USUAL_BYTES {
-            limit.rlim_cur = USUAL_BYTES.min(limit.rlim_max);
+        if libc::getrlimit(libc::RLIMIT_STACK, &raw mut limit) == 0 && limit.rlim_cur < STACK_BYTES {
+            limit.rlim_cur = STACK_BYTES.min(limit.rlim_max);
             libc::setrlimit(libc::RLIMIT_STACK, &raw const limit);
+        }
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) == 0 {
+            if machine::is_machine() {
+                limit.rlim_max = MOST_OPEN_FILES;
+            }
+            limit.rlim_cur = OPEN_FILES.min(limit.rlim_max);
+            libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit);
+        }
+        // No core files unless a command asks for them.
+        if libc::getrlimit(libc::RLIMIT_CORE, &raw mut limit) == 0 {
+            limit.rlim_cur = 0;
+            libc::setrlimit(libc::RLIMIT_CORE, &raw const limit);
         }
     }
 }

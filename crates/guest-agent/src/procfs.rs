@@ -36,6 +36,9 @@ pub(crate) fn process_ids() -> impl Iterator<Item = i32> {
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
+/// The flag of a virtual machine's own threads, which look like processes.
+const KERNEL_THREAD: i64 = 0x0020_0000;
+
 /// One process, if it runs.
 pub(crate) fn process(pid: i32) -> Option<Process> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -44,8 +47,9 @@ pub(crate) fn process(pid: i32) -> Option<Process> {
     let name = before.split_once('(')?.1.to_owned();
     let fields: Vec<&str> = after.split_ascii_whitespace().collect();
     let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    let (state, parent, session, pages) = (fields.first()?, number(1)?, number(3)?, number(21)?);
-    if *state == "Z" {
+    let (state, parent, session, flags, pages) =
+        (fields.first()?, number(1)?, number(3)?, number(6)?, number(21)?);
+    if *state == "Z" || flags & KERNEL_THREAD != 0 {
         return None;
     }
     Some(Process {

@@ -32,6 +32,7 @@ mod message;
 pub use credit::{Credit, CreditError, INITIAL_CREDIT, MAX_CREDIT, data_cost};
 pub use frame::{Decoder, Frame, HEADER_BYTES, Kind, MAX_DATA_BYTES, ProtocolError, Receiver, encode_header};
 pub use message::{
-    AgentHello, AttachCall, BashCall, Configuration, ConnectCall, GuestCall, HostHello, OperationCall,
-    PROTOCOL_VERSION, ServeAnswer, ServeCall, ShutdownCall, UsageAnswer, VersionMismatch, WriteCall,
+    AgentHello, AttachCall, BashCall, CHANNEL_PORT, Configuration, ConnectCall, GuestCall, HostHello,
+    MachineCall, OperationCall, PROTOCOL_VERSION, READY_PORT, ServeAnswer, ServeCall, ShutdownCall,
+    UsageAnswer, VersionMismatch, WriteCall,
 };

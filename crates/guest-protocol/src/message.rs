@@ -4,6 +4,7 @@
 //! (a command's output, a file's bytes) travel as data frames beside them.
 
 use std::collections::BTreeMap;
+use std::net::Ipv4Addr;
 
 use emergent_wire::OperationId;
 use emergent_wire::git::GitRequest;
@@ -14,6 +15,11 @@ use serde::{Deserialize, Serialize};
 pub const PROTOCOL_VERSION: u16 = 1;
 /// The oldest agent this build of the server still speaks with.
 const OLDEST_AGENT: u16 = 1;
+
+/// The vsock port on which the agent of a virtual machine takes channels.
+pub const CHANNEL_PORT: u32 = 1024;
+/// The vsock port of the host that it connects to once when it does.
+pub const READY_PORT: u32 = 1025;
 
 /// The host's HELLO.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,6 +75,8 @@ impl HostHello {
 pub enum GuestCall {
     /// Binds the sandbox to its workspace. Answer: `{}`.
     Configure(Configuration),
+    /// Makes a virtual machine this one and no other. Answer: `{}`.
+    Machine(MachineCall),
     /// Runs a command. Output as data; answer: `BashAnswer` with empty `stdout` and `stderr`.
     Bash(BashCall),
     /// Follows a command in the background: its output from an offset on as data, until it ends.
@@ -95,6 +103,8 @@ pub enum GuestCall {
     Connect(ConnectCall),
     /// Answer: [`UsageAnswer`].
     Usage(()),
+    /// Puts on the disk what was written. Answer: `{}`.
+    Flush(()),
     /// Ends all commands (SIGTERM, grace, SIGKILL) and flushes the disk. Answer: `{}`.
     Shutdown(ShutdownCall),
 }
@@ -121,6 +131,30 @@ pub struct Configuration {
     /// No commands are expected: no shells are started ahead.
     #[serde(default)]
     pub without_shells: bool,
+}
+
+/// What a virtual machine is called, where it is, what time it is. Sent by whoever started it, before anybody uses it, and
+/// again when it was put back from a copy of its memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineCall {
+    /// Its host name.
+    pub hostname: String,
+    /// What programs tell machines apart by: 32 hexadecimal digits.
+    pub machine_id: String,
+    /// The time, in milliseconds since 1970.
+    pub unix_time_ms: u64,
+    /// Random bytes that no other machine gets.
+    pub entropy: Vec<u8>,
+    /// Its address.
+    pub address: Option<Ipv4Addr>,
+    /// How many bits of the address name the network.
+    pub prefix: u8,
+    /// Where packets to elsewhere go; none: nowhere.
+    pub gateway: Option<Ipv4Addr>,
+    /// The name servers that it can reach.
+    pub nameservers: Vec<String>,
+    /// The variables that its image sets.
+    pub environment: BTreeMap<String, String>,
 }
 
 /// Runs a command.
