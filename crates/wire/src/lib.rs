@@ -11,6 +11,7 @@ pub mod error;
 pub mod event;
 pub mod git;
 pub mod id;
+pub mod manager;
 pub mod mcp;
 pub mod names;
 pub mod pool;

@@ -1,0 +1,75 @@
+//! Whether this host's KVM works: a machine and a CPU are really made, and given back at once.
+
+use std::fs;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+
+/// What is said when it does not.
+pub const KVM_MISSING: &str = "KVM not available";
+
+const GET_API_VERSION: libc::c_ulong = 0xae00;
+const CREATE_VM: libc::c_ulong = 0xae01;
+const CREATE_VCPU: libc::c_ulong = 0xae41;
+const API_VERSION: libc::c_int = 12;
+
+/// Tries it. The error says what to do.
+pub(crate) fn check(device: &Path) -> Result<(), String> {
+    let shown = device.display();
+    let missing = |why: String| Err(format!("{KVM_MISSING}: {why}"));
+    let kvm = match fs::OpenOptions::new().read(true).write(true).open(device) {
+        Ok(kvm) => kvm,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            return missing(format!(
+                "{shown} does not exist; turn virtualization on in the firmware and load kvm_intel or kvm_amd, or, in a \
+                 virtual machine or container, let its host pass it on"
+            ));
+        }
+        Err(error) => {
+            return missing(format!(
+                "{shown}: {error}; run as root, or as a member of the group that owns it"
+            ));
+        }
+    };
+    // SAFETY: takes a number, gives a number.
+    let version = unsafe { libc::ioctl(kvm.as_raw_fd(), GET_API_VERSION as _, 0) };
+    if version != API_VERSION {
+        return missing(format!(
+            "{shown} is not KVM, or has version {version} of its interface instead of {API_VERSION}"
+        ));
+    }
+    let machine = match made(kvm.as_raw_fd(), CREATE_VM) {
+        Ok(machine) => machine,
+        Err(error) => return missing(format!("a machine can't be made: {error}")),
+    };
+    match made(machine.as_raw_fd(), CREATE_VCPU) {
+        Ok(_) => Ok(()),
+        Err(error) => missing(format!("a CPU can't be made: {error}")),
+    }
+}
+
+/// A descriptor that a call of KVM's makes.
+fn made(on: libc::c_int, call: libc::c_ulong) -> std::io::Result<OwnedFd> {
+    // SAFETY: both calls take a number and give a descriptor that is ours alone.
+    unsafe {
+        let descriptor = libc::ioctl(on, call as _, 0);
+        if descriptor < 0 {
+            Err(std::io::Error::last_os_error())
+        } else {
+            Ok(OwnedFd::from_raw_fd(descriptor))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn what_is_not_there_or_not_kvm_is_said_so() {
+        let missing = check(Path::new("/dev/no-such-kvm")).unwrap_err();
+        assert!(missing.starts_with("KVM not available: /dev/no-such-kvm does not exist"), "{missing}");
+        let other = check(Path::new("/dev/null")).unwrap_err();
+        assert!(other.starts_with("KVM not available: /dev/null is not KVM"), "{other}");
+    }
+}

@@ -1,0 +1,528 @@
+//! One microVM: what is done to it, one thing at a time. Each step can be undone, and all of them are when one fails.
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use emergent_failpoint::failpoint;
+use emergent_guest_protocol::MachineCall;
+use emergent_wire::manager::{Machine as MachineView, MachinePhase, MachineRequest, MachineSnapshot};
+use emergent_wire::workspace::NetworkMode;
+use emergent_wire::{SnapshotId, WorkspaceId};
+use rustix::process::Signal;
+use serde_json::json;
+use tokio::net::{UnixListener, UnixStream};
+
+use crate::error::{ManagerError, on_host};
+use crate::jail::{DISK, INITRD, KERNEL, Parts, VSOCK};
+use crate::manager::{Manager, vcpus};
+use crate::process::Process;
+use crate::record::Record;
+use crate::slot::{PREFIX, Slot};
+use crate::vmm::{self, Vmm};
+use crate::{console, disks, guest, socket, tap};
+
+/// How long Firecracker may take to listen.
+const API_TIME: Duration = Duration::from_secs(20);
+/// How long processes have between SIGTERM and SIGKILL when a microVM is stopped.
+const STOP_GRACE: Duration = Duration::from_secs(8);
+/// How long a microVM has to end by itself once it was asked to.
+const END_TIME: Duration = Duration::from_secs(5);
+/// How long a killed process may take to be gone.
+const KILL_TIME: Duration = Duration::from_secs(10);
+/// How long a connection to a microVM that runs may take.
+const CONNECT_TIME: Duration = Duration::from_secs(20);
+/// The kernel's arguments: messages only when it fails, and a failure ends the machine. Time is told by the agent's
+/// manager, and what can't be there is not looked for.
+const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 reboot=k panic=1 pci=off i8042.noaux i8042.nomux i8042.nopnp \
+                                i8042.dumbkbd ipv6.disable=1";
+
+/// A microVM.
+pub(crate) struct Machine {
+    pub(crate) id: WorkspaceId,
+    record: Mutex<Record>,
+    /// Held by whoever changes it.
+    pub(crate) operation: tokio::sync::Mutex<()>,
+    /// Kept open, so that what was printed is there when the process is not.
+    console: Mutex<Option<File>>,
+}
+
+impl Machine {
+    pub(crate) fn new(record: Record) -> Arc<Self> {
+        let (operation, console) = (tokio::sync::Mutex::default(), Mutex::default());
+        Arc::new(Self { id: record.id, record: Mutex::new(record), operation, console })
+    }
+
+    /// What is known of it now.
+    pub(crate) fn record(&self) -> Record {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_console(&self, console: Option<File>) {
+        *self.console.lock().unwrap_or_else(PoisonError::into_inner) = console;
+    }
+}
+
+impl Manager {
+    /// Changes what is written down of a microVM, before it is done.
+    pub(crate) async fn note(
+        &self,
+        machine: &Machine,
+        change: impl FnOnce(&mut Record),
+    ) -> Result<Record, ManagerError> {
+        let mut record = machine.record();
+        change(&mut record);
+        let (records, saved) = (self.records.clone(), record.clone());
+        on_host("writing down what a microVM is", move || records.save(&saved)).await?;
+        *machine.record.lock().unwrap_or_else(PoisonError::into_inner) = record.clone();
+        Ok(record)
+    }
+
+    /// Makes a microVM and starts it. One that is there is started, or left as it is when it runs.
+    pub async fn create(
+        self: &Arc<Self>,
+        id: WorkspaceId,
+        request: MachineRequest,
+    ) -> Result<MachineView, ManagerError> {
+        self.check_usable().await?;
+        let source = self.check_request(&request)?;
+        let (machine, is_new) = {
+            let mut machines = self.machines();
+            let is_new = !machines.contains_key(&id);
+            let machine =
+                machines.entry(id).or_insert_with(|| Machine::new(Record::new(id, request.clone())));
+            (Arc::clone(machine), is_new)
+        };
+        let _operation = machine.operation.lock().await;
+        if !is_new && machine.record().phase != MachinePhase::Reserved {
+            return self.start_locked(&machine).await;
+        }
+        let created = async {
+            self.reserve(&machine).await?;
+            failpoint!("manager.reserved");
+            let (disk, bytes) = (self.records.disk(id), request.limits.disk.bytes());
+            on_host("making the disk", move || disks::ensure(&disk, &source, bytes)).await?;
+            failpoint!("manager.disk_made");
+            self.boot(&machine).await
+        };
+        match created.await {
+            Ok(()) => Ok(self.view(&machine.record())),
+            Err(error) => {
+                self.undo_creation(&machine).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn undo_creation(&self, machine: &Machine) {
+        if let Err(error) = self.remove_locked(machine).await {
+            tracing::warn!(machine = %machine.id, %error, "what was made of a microVM could not be removed; it is tried again at the next start");
+        }
+    }
+
+    /// Gives a microVM a slot, in writing.
+    async fn reserve(&self, machine: &Machine) -> Result<(), ManagerError> {
+        if machine.record().slot.is_some() {
+            return Ok(());
+        }
+        self.check_memory(&machine.record())?;
+        let most = self.slots.most();
+        let index = self.slots.take().ok_or_else(|| {
+            ManagerError::Full(format!(
+                "all {most} slots for microVMs are taken: stop or destroy some, or raise FIRECRACKER_MAX_VMS"
+            ))
+        })?;
+        let noted = self.note(machine, |record| record.slot = Some(index)).await;
+        if noted.is_err() {
+            self.slots.release(index);
+        }
+        noted.map(drop)
+    }
+
+    /// Starts a microVM that was stopped.
+    pub async fn start(self: &Arc<Self>, id: WorkspaceId) -> Result<MachineView, ManagerError> {
+        self.check_usable().await?;
+        let machine = self.machine(id)?;
+        let _operation = machine.operation.lock().await;
+        self.start_locked(&machine).await
+    }
+
+    async fn start_locked(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<MachineView, ManagerError> {
+        let record = machine.record();
+        match record.phase {
+            MachinePhase::Running if record.process.is_some_and(Process::is_alive) => {
+                return Ok(self.view(&record));
+            }
+            // It has just ended, and nobody has looked after it yet.
+            MachinePhase::Running | MachinePhase::Paused => self.end_run(machine, None).await?,
+            MachinePhase::Stopped => {}
+            phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
+        }
+        let started = async {
+            self.reserve(machine).await?;
+            self.boot(machine).await
+        };
+        if let Err(error) = started.await {
+            self.end_run(machine, None).await?;
+            return Err(error);
+        }
+        Ok(self.view(&machine.record()))
+    }
+
+    /// From a disk and a slot to an agent that answers.
+    async fn boot(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<(), ManagerError> {
+        let id = machine.id;
+        let record = self
+            .note(machine, |record| {
+                record.phase = MachinePhase::Configured;
+                record.ended = None;
+            })
+            .await?;
+        failpoint!("manager.configured");
+        let index =
+            record.slot.ok_or_else(|| ManagerError::WrongState("the microVM has no slot".to_owned()))?;
+        let slot = self.naming.slot(index);
+        let kernel = self.kernel()?;
+        let (jails, initrd, disk, jailed) =
+            (self.jails.clone(), self.initrd.clone(), self.records.disk(id), slot.clone());
+        on_host("preparing the microVM's interface and jail", move || {
+            tap::ensure(&jailed)?;
+            jails.make(id, &jailed, &Parts { kernel: &kernel, initrd: &initrd, disk: &disk })
+        })
+        .await?;
+        failpoint!("manager.jail_made");
+        match record.request.network {
+            NetworkMode::Nat => self.firewall.admit(&slot.interface, slot.guest).await?,
+            NetworkMode::Isolated => self.firewall.dismiss(&slot.interface).await?,
+        }
+        failpoint!("manager.rules_set");
+        let _starting = self.starts.acquire().await;
+        let ready = self.listen_for_ready(id, &slot)?;
+        let process = self.spawn(machine, &slot, &record).await?;
+        self.bring_up(machine, &record, &slot, process, ready).await?;
+        self.note(machine, |record| record.phase = MachinePhase::Running).await?;
+        failpoint!("manager.running");
+        self.watch(machine, process);
+        Ok(())
+    }
+
+    fn listen_for_ready(&self, id: WorkspaceId, slot: &Slot) -> Result<UnixListener, ManagerError> {
+        let path = self.jails.ready_socket(id);
+        let failed = |error: std::io::Error| ManagerError::failed("listening for the guest agent", error);
+        let listener = socket::listen(&path).map_err(failed)?;
+        std::os::unix::fs::chown(&path, Some(slot.uid), Some(slot.uid)).map_err(failed)?;
+        Ok(listener)
+    }
+
+    async fn spawn(&self, machine: &Machine, slot: &Slot, record: &Record) -> Result<Process, ManagerError> {
+        let console = console::make(&self.records.of(machine.id).join("console"));
+        let failed = |error: std::io::Error| ManagerError::failed("starting the jailer", error);
+        let console = console.map_err(failed)?;
+        machine.set_console(console.try_clone().ok());
+        let mut command =
+            self.jails.command(machine.id, slot, &record.request.limits, console).map_err(failed)?;
+        // A microVM outlives its manager, and what is typed at the manager's terminal is not for it.
+        // SAFETY: only a system call, between fork and exec.
+        unsafe {
+            command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into));
+        }
+        let mut child = tokio::process::Command::from(command).kill_on_drop(false).spawn().map_err(failed)?;
+        failpoint!("manager.process_started");
+        let process = child.id().and_then(|pid| Process::of(pid.cast_signed()));
+        tokio::spawn(async move { child.wait().await });
+        let process = process.ok_or_else(|| self.told("the jailer ended at once", machine))?;
+        self.note(machine, |record| record.process = Some(process)).await?;
+        failpoint!("manager.process_noted");
+        Ok(process)
+    }
+
+    /// Configures a microVM that waits for it, starts it, and waits for its agent.
+    async fn bring_up(
+        &self,
+        machine: &Machine,
+        record: &Record,
+        slot: &Slot,
+        process: Process,
+        ready: UnixListener,
+    ) -> Result<(), ManagerError> {
+        let within = self.options.boot_timeout();
+        let api = self.jails.api(machine.id);
+        let configured = async {
+            match tokio::time::timeout(API_TIME, vmm::listens(&api)).await {
+                Ok(appeared) => {
+                    appeared.map_err(|error| ManagerError::failed("waiting for Firecracker", error))?;
+                }
+                Err(_) => return Err(self.late("Firecracker's start", API_TIME, machine)),
+            }
+            let vmm = Vmm::at(api.clone());
+            self.configure(&vmm, record, slot).await?;
+            failpoint!("manager.vmm_configured");
+            vmm.start().await?;
+            failpoint!("manager.machine_started");
+            match tokio::time::timeout(within, ready.accept()).await {
+                Ok(_) => {}
+                Err(_) => return Err(self.late("the start of the guest agent", within, machine)),
+            }
+            failpoint!("manager.agent_ready");
+            let identity = self.identity(record, slot)?;
+            guest::identify(&self.jails.vsock(machine.id), identity, within).await
+        };
+        tokio::select! {
+            biased;
+            configured = configured => configured,
+            () = process.ended() => Err(self.told("the microVM ended before its agent was ready", machine)),
+        }
+    }
+
+    async fn configure(&self, vmm: &Vmm, record: &Record, slot: &Slot) -> Result<(), ManagerError> {
+        let limits = &record.request.limits;
+        let memory_mib = limits.memory.bytes().div_ceil(1 << 20);
+        let arguments = format!("{KERNEL_ARGUMENTS} {}", self.options.kernel_arguments);
+        let settings = [
+            ("/machine-config", json!({ "vcpu_count": vcpus(limits), "mem_size_mib": memory_mib })),
+            (
+                "/boot-source",
+                json!({ "kernel_image_path": KERNEL, "initrd_path": INITRD, "boot_args": arguments.trim() }),
+            ),
+            (
+                "/drives/root",
+                json!({ "drive_id": "root", "path_on_host": DISK, "is_root_device": false, "is_read_only": false, "cache_type": "Writeback" }),
+            ),
+            (
+                "/network-interfaces/eth0",
+                json!({ "iface_id": "eth0", "host_dev_name": slot.interface, "guest_mac": slot.mac }),
+            ),
+            ("/vsock", json!({ "guest_cid": 3, "uds_path": VSOCK })),
+            ("/entropy", json!({})),
+        ];
+        for (path, setting) in &settings {
+            vmm.put(path, setting).await?;
+        }
+        Ok(())
+    }
+
+    fn identity(&self, record: &Record, slot: &Slot) -> Result<MachineCall, ManagerError> {
+        let id = record.id.0.simple().to_string();
+        let image = self.images.get(&record.request.image)?;
+        let is_open = record.request.network == NetworkMode::Nat;
+        Ok(MachineCall {
+            // The end of an id is its random part.
+            hostname: id[id.len() - 12..].to_owned(),
+            machine_id: id,
+            address: Some(slot.guest),
+            prefix: PREFIX,
+            gateway: is_open.then_some(slot.host),
+            nameservers: if is_open { self.firewall.nameservers() } else { Vec::new() },
+            environment: image.settings.environment,
+            ..MachineCall::default()
+        })
+    }
+
+    fn console_tail(&self, machine: &Machine) -> Option<String> {
+        console::tail(&self.records.of(machine.id).join("console"))
+    }
+
+    fn told(&self, what: &'static str, machine: &Machine) -> ManagerError {
+        let said = self.console_tail(machine);
+        ManagerError::failed(what, said.unwrap_or_else(|| "its console says nothing".to_owned()))
+    }
+
+    fn late(&self, what: &'static str, within: Duration, machine: &Machine) -> ManagerError {
+        let detail = self.console_tail(machine).map(|text| format!("its console says: {text}"));
+        ManagerError::TimedOut { what, seconds: within.as_secs(), detail }
+    }
+
+    /// Looks after a microVM that ends without being told to.
+    pub(crate) fn watch(self: &Arc<Self>, machine: &Arc<Machine>, process: Process) {
+        let (manager, machine) = (Arc::downgrade(self), Arc::clone(machine));
+        tokio::spawn(async move {
+            process.ended().await;
+            let Some(manager) = manager.upgrade() else {
+                return;
+            };
+            let _operation = machine.operation.lock().await;
+            if machine.record().process == Some(process) {
+                let why = manager.console_tail(&machine);
+                let why = why.map_or_else(String::new, |text| format!(": {text}"));
+                let why = format!("its process has ended{why}");
+                tracing::warn!(machine = %machine.id, why, "a microVM has ended");
+                if let Err(error) = manager.end_run(&machine, Some(why)).await {
+                    tracing::warn!(machine = %machine.id, %error, "what is left of a microVM's run could not be removed");
+                }
+            }
+        });
+    }
+
+    /// Ends a run, whatever is left of it: process, jail, control groups, rules, slot. The disk stays.
+    pub(crate) async fn end_run(&self, machine: &Machine, why: Option<String>) -> Result<(), ManagerError> {
+        let record = machine.record();
+        let id = machine.id;
+        let mut processes: Vec<Process> = record.process.into_iter().collect();
+        if record.process.is_none() {
+            // It may have been started and not written down.
+            processes = on_host("looking for processes", move || {
+                Ok::<_, std::io::Error>(crate::process::of_machine(&id.to_string()))
+            })
+            .await?;
+        }
+        for process in processes {
+            kill(process).await?;
+        }
+        failpoint!("manager.process_killed");
+        let jails = self.jails.clone();
+        on_host("removing the jail", move || jails.remove(id)).await?;
+        failpoint!("manager.jail_removed");
+        if let Some(index) = record.slot {
+            self.firewall.dismiss(&self.naming.slot(index).interface).await?;
+            failpoint!("manager.rules_removed");
+        }
+        machine.set_console(None);
+        self.note(machine, |record| {
+            record.process = None;
+            record.slot = None;
+            record.ended = why;
+            if record.phase != MachinePhase::Removing && record.phase != MachinePhase::Reserved {
+                record.phase = MachinePhase::Stopped;
+            }
+        })
+        .await?;
+        if let Some(index) = record.slot {
+            self.slots.release(index);
+        }
+        Ok(())
+    }
+
+    /// Stops a microVM; its disk is kept.
+    pub async fn stop(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
+        let machine = self.machine(id)?;
+        let _operation = machine.operation.lock().await;
+        let record = machine.record();
+        if record.phase == MachinePhase::Stopped {
+            return Ok(self.view(&record));
+        }
+        if let Some(process) = record.process.filter(|process| process.is_alive()) {
+            self.let_go_on(&machine).await?;
+            guest::end_processes(&self.jails.vsock(id), STOP_GRACE).await;
+            self.ask_to_end(id, process).await;
+        }
+        self.end_run(&machine, None).await?;
+        Ok(self.view(&machine.record()))
+    }
+
+    /// Asks a microVM to end, and waits a while.
+    async fn ask_to_end(&self, id: WorkspaceId, process: Process) {
+        if let Err(error) = Vmm::at(self.jails.api(id)).press_restart_keys().await {
+            tracing::debug!(machine = %id, %error, "a microVM could not be asked to end");
+            return;
+        }
+        if tokio::time::timeout(END_TIME, process.ended()).await.is_err() {
+            tracing::info!(machine = %id, "a microVM did not end when it was asked to and is killed");
+        }
+    }
+
+    /// Removes a microVM and everything that belongs to it. One that is not there is removed.
+    pub async fn destroy(&self, id: WorkspaceId) -> Result<(), ManagerError> {
+        let Ok(machine) = self.machine(id) else {
+            return Ok(());
+        };
+        let _operation = machine.operation.lock().await;
+        let record = machine.record();
+        if record.phase == MachinePhase::Running
+            && let Some(process) = record.process.filter(|process| process.is_alive())
+        {
+            self.note(&machine, |record| record.phase = MachinePhase::Removing).await?;
+            failpoint!("manager.removal_noted");
+            self.ask_to_end(id, process).await;
+        }
+        self.remove_locked(&machine).await
+    }
+
+    pub(crate) async fn remove_locked(&self, machine: &Machine) -> Result<(), ManagerError> {
+        let id = machine.id;
+        self.note(machine, |record| record.phase = MachinePhase::Removing).await?;
+        self.end_run(machine, None).await?;
+        let records = self.records.clone();
+        on_host("removing the disk", move || records.remove(id)).await?;
+        failpoint!("manager.files_removed");
+        self.machines().remove(&id);
+        Ok(())
+    }
+
+    /// Lets a microVM go on that was being copied.
+    pub(crate) async fn let_go_on(&self, machine: &Machine) -> Result<(), ManagerError> {
+        if machine.record().phase == MachinePhase::Paused {
+            Vmm::at(self.jails.api(machine.id)).set_paused(false).await?;
+            self.note(machine, |record| record.phase = MachinePhase::Running).await?;
+        }
+        Ok(())
+    }
+
+    /// Lets a microVM go on that was being copied, if it was.
+    pub async fn go_on(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
+        let machine = self.machine(id)?;
+        let _operation = machine.operation.lock().await;
+        self.let_go_on(&machine).await?;
+        Ok(self.view(&machine.record()))
+    }
+
+    /// Copies a microVM's disk. Nothing in it runs meanwhile.
+    pub async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<MachineSnapshot, ManagerError> {
+        let machine = self.machine(id)?;
+        let _operation = machine.operation.lock().await;
+        let record = machine.record();
+        let runs = match record.phase {
+            MachinePhase::Running => true,
+            MachinePhase::Stopped => false,
+            phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
+        };
+        if runs {
+            guest::flush(&self.jails.vsock(id), CONNECT_TIME).await?;
+            self.note(&machine, |record| record.phase = MachinePhase::Paused).await?;
+            Vmm::at(self.jails.api(id)).set_paused(true).await?;
+            failpoint!("manager.paused");
+        }
+        let (disk, copy) = (self.records.disk(id), self.snapshots.file(to));
+        let copied = on_host("copying the disk", move || disks::copy_of(&disk, &copy)).await;
+        if runs {
+            self.let_go_on(&machine).await?;
+            failpoint!("manager.goes_on");
+        }
+        let snapshot = MachineSnapshot {
+            id: to,
+            installation: record.request.installation,
+            image: record.request.image,
+            bytes: copied?,
+        };
+        let (snapshots, described) = (self.snapshots.clone(), snapshot.clone());
+        on_host("writing down what a copy is", move || snapshots.describe(&described)).await?;
+        Ok(snapshot)
+    }
+
+    /// A connection to the agent of a microVM that runs.
+    pub async fn channel(&self, id: WorkspaceId) -> Result<UnixStream, ManagerError> {
+        let machine = self.machine(id)?;
+        let record = machine.record();
+        if record.phase == MachinePhase::Paused {
+            // Whoever copies it lets it go on in a moment.
+            drop(machine.operation.lock().await);
+        } else if record.phase != MachinePhase::Running {
+            let why = record.ended.unwrap_or_else(|| format!("it is {}", record.phase));
+            return Err(ManagerError::WrongState(format!("the microVM does not run: {why}")));
+        }
+        guest::connect(&self.jails.vsock(id), CONNECT_TIME).await
+    }
+}
+
+/// Kills a process and waits until it is gone.
+pub(crate) async fn kill(process: Process) -> Result<(), ManagerError> {
+    process.signal(Signal::KILL);
+    match tokio::time::timeout(KILL_TIME, process.ended()).await {
+        Ok(()) => Ok(()),
+        Err(_) => Err(ManagerError::TimedOut {
+            what: "the end of a killed microVM",
+            seconds: KILL_TIME.as_secs(),
+            detail: None,
+        }),
+    }
+}

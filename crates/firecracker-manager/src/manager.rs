@@ -1,0 +1,235 @@
+//! The manager: which microVMs there are, and what they share.
+
+use std::collections::HashMap;
+use std::fs;
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use emergent_host::network::host_nameservers;
+use emergent_wire::id::InstallationId;
+use emergent_wire::manager::{
+    ImageSettings, Machine as MachineView, MachineImage, MachinePhase, MachineSnapshot,
+};
+use emergent_wire::{SnapshotId, WorkspaceId};
+use futures_util::Stream;
+use tokio::sync::Semaphore;
+
+use crate::cgroup::Groups;
+use crate::error::{ManagerError, on_host};
+use crate::firewall::Firewall;
+use crate::identity::Identity;
+use crate::images::Images;
+use crate::initrd;
+use crate::jail::Jails;
+use crate::machine::Machine;
+use crate::options::ManagerOptions;
+use crate::record::{Record, Records, write_whole};
+use crate::slot::{MOST, Naming, Slots};
+use crate::snapshots::Snapshots;
+use crate::tap;
+
+/// So many start at once for each CPU of the host.
+const STARTS_PER_CPU: usize = 2;
+
+/// Makes, keeps and removes microVMs on one host.
+pub struct Manager {
+    pub(crate) data_dir: PathBuf,
+    pub(crate) options: ManagerOptions,
+    pub(crate) naming: Naming,
+    pub(crate) slots: Slots,
+    pub(crate) firewall: Firewall,
+    pub(crate) images: Images,
+    pub(crate) records: Records,
+    pub(crate) snapshots: Snapshots,
+    pub(crate) jails: Jails,
+    pub(crate) initrd: PathBuf,
+    /// Held by each microVM that starts: on a host that has more of them to start than CPUs, all would take too long.
+    pub(crate) starts: Semaphore,
+    machines: Mutex<HashMap<WorkspaceId, Arc<Machine>>>,
+    /// Held as long as this manager lives: a directory has one.
+    _lock: fs::File,
+}
+
+impl Manager {
+    /// A manager of a directory, where disks, images, jails and records are kept (jails hold links to disks, so all of it
+    /// is one file system). Takes back what an earlier one left, and finishes or undoes what it had begun.
+    pub async fn open(data_dir: &Path, options: ManagerOptions) -> Result<Arc<Self>, ManagerError> {
+        let data_dir = data_dir.to_owned();
+        let prepared = tokio::task::spawn_blocking(move || Self::prepare(&data_dir, options)).await;
+        let manager =
+            prepared.map_err(|error| ManagerError::failed("opening the data directory", error))??;
+        let manager = Arc::new(manager);
+        manager.recover().await?;
+        Ok(manager)
+    }
+
+    fn prepare(data_dir: &Path, options: ManagerOptions) -> Result<Self, ManagerError> {
+        use std::os::unix::fs::DirBuilderExt;
+        let shown = data_dir.display();
+        let failed = |error: std::io::Error| {
+            ManagerError::failed("opening the data directory", format!("{shown}: {error}"))
+        };
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir).map_err(failed)?;
+        let data_dir = data_dir.canonicalize().map_err(failed)?;
+        let lock = lock(&data_dir).map_err(failed)?;
+        let lock = lock.ok_or_else(|| ManagerError::Taken(shown.to_string()))?;
+        Self::set_up(data_dir, options, lock).map_err(failed)
+    }
+
+    fn set_up(data_dir: PathBuf, options: ManagerOptions, lock: fs::File) -> std::io::Result<Self> {
+        let identity = Identity::load_or_choose(&data_dir)?;
+        let naming = Naming { manager: identity.manager, network: identity.network };
+        let initrd = data_dir.join("initrd");
+        write_whole(&initrd, &initrd::archive())?;
+        make_readable(&initrd)?;
+        let nameservers =
+            if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
+        let jails = Jails {
+            base: data_dir.join("jails"),
+            firecracker: options.firecracker.clone(),
+            jailer: options.jailer.clone(),
+            groups: Groups::find(),
+            parent_group: format!("emergent-fc{:06x}", identity.manager),
+        };
+        Ok(Self {
+            naming,
+            slots: Slots::new(options.max_vms.min(MOST)),
+            firewall: Firewall::new(naming.prefix(), nameservers),
+            images: Images::open(&data_dir)?,
+            records: Records::open(&data_dir)?,
+            snapshots: Snapshots::open(&data_dir)?,
+            jails,
+            initrd,
+            starts: Semaphore::new(STARTS_PER_CPU * cpus()),
+            machines: Mutex::default(),
+            _lock: lock,
+            data_dir,
+            options,
+        })
+    }
+
+    pub(crate) fn machines(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<Machine>>> {
+        self.machines.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn machine(&self, id: WorkspaceId) -> Result<Arc<Machine>, ManagerError> {
+        self.machines().get(&id).cloned().ok_or_else(|| ManagerError::NotFound(format!("microVM {id}")))
+    }
+
+    /// One microVM.
+    pub fn get(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
+        Ok(self.view(&self.machine(id)?.record()))
+    }
+
+    /// All microVMs of an installation, or of all.
+    pub fn list(&self, installation: Option<InstallationId>) -> Vec<MachineView> {
+        let records: Vec<Record> = self.machines().values().map(|machine| machine.record()).collect();
+        let mut views: Vec<MachineView> = records
+            .iter()
+            .filter(|record| installation.is_none_or(|wanted| wanted == record.request.installation))
+            .map(|record| self.view(record))
+            .collect();
+        views.sort_by_key(|view| view.id);
+        views
+    }
+
+    pub(crate) fn view(&self, record: &Record) -> MachineView {
+        let slot = record.slot.map(|index| self.naming.slot(index));
+        MachineView {
+            id: record.id,
+            installation: record.request.installation,
+            phase: record.phase,
+            image: record.request.image.clone(),
+            limits: record.request.limits,
+            vcpus: vcpus(&record.request.limits),
+            network: record.request.network,
+            interface: slot.as_ref().map(|slot| slot.interface.clone()),
+            address: slot.map(|slot| slot.guest),
+            pid: record.process.map(|process| process.pid),
+            ended: record.ended.clone(),
+        }
+    }
+
+    /// An image that microVMs can be made of.
+    pub fn image(&self, id: &str) -> Result<MachineImage, ManagerError> {
+        self.images.get(id)
+    }
+
+    /// Makes an image out of an archive, unless it is there.
+    pub async fn put_image(
+        &self,
+        id: &str,
+        settings: ImageSettings,
+        archive: impl Stream<Item = Result<Bytes, impl std::fmt::Display>> + Send,
+    ) -> Result<MachineImage, ManagerError> {
+        self.images.put(id, settings, archive).await
+    }
+
+    /// All copies of disks.
+    pub async fn snapshots(&self) -> Result<Vec<MachineSnapshot>, ManagerError> {
+        let snapshots = self.snapshots.clone();
+        on_host("listing copies", move || snapshots.list()).await
+    }
+
+    /// Removes a copy of a disk.
+    pub async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ManagerError> {
+        let snapshots = self.snapshots.clone();
+        on_host("removing a copy", move || snapshots.remove(id)).await
+    }
+
+    /// Puts back rules that somebody has taken away, while there is a microVM that needs them; and removes what could not
+    /// be removed when it should have been.
+    pub async fn repair(&self) -> Result<(), ManagerError> {
+        let machines: Vec<Arc<Machine>> = self.machines().values().cloned().collect();
+        for machine in machines.iter().filter(|machine| machine.record().phase == MachinePhase::Removing) {
+            // Somebody may be at it.
+            if let Ok(_operation) = machine.operation.try_lock() {
+                self.remove_locked(machine).await?;
+            }
+        }
+        if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) }
+    }
+
+    /// Removes what no microVM needs any more: interfaces, rules, control groups.
+    pub async fn retire(&self) -> Result<(), ManagerError> {
+        if self.slots.count() > 0 {
+            return Ok(());
+        }
+        self.firewall.remove().await?;
+        let (prefix, jails) = (self.naming.prefix(), self.jails.clone());
+        on_host("removing interfaces", move || {
+            tap::list(&prefix)?.iter().try_for_each(|interface| tap::remove(interface))?;
+            jails.retire()
+        })
+        .await
+    }
+}
+
+/// How many CPUs a microVM sees: what it may use, rounded up.
+pub(crate) fn vcpus(limits: &emergent_wire::workspace::ResourceLimits) -> u32 {
+    limits.cpu.millis().div_ceil(1000).clamp(1, 32)
+}
+
+/// The CPUs of the host that this process may use.
+pub(crate) fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// None: another manager has it.
+fn lock(data_dir: &Path) -> std::io::Result<Option<fs::File>> {
+    let path = data_dir.join("lock");
+    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path)?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(Some(file)),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What jails link to is read by the users of all microVMs.
+pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o444))
+}
