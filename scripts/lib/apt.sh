@@ -23,7 +23,8 @@ apt_mirror() {
 
 apt_has_lists() { compgen -G '/var/lib/apt/lists/*Packages*' >/dev/null; }
 
-apt_knows() { apt-cache show "$1" >/dev/null 2>&1; }
+# A package that others only mention is not one.
+apt_knows() { [ -n "$(apt-cache madison "$1")" ]; }
 
 # Debian's backports have a newer gVisor. They are taken from the mirror already in use; where it
 # has none, the plain version must do.
@@ -57,6 +58,17 @@ apt_runsc() {
     esac
 }
 
+# The packages to install for QEMU: of the same release as its tools, where those are there, since newer ones refuse older
+# ones beside them.
+apt_qemu() {
+    local suite
+    suite=$(os_release VERSION_CODENAME)-backports
+    case $(dpkg-query --show --showformat '${Version}' qemu-utils 2>/dev/null) in
+    *~bpo*) printf "%s/$suite\n" qemu-system-x86 qemu-system-common qemu-system-data seabios ;;
+    *) echo qemu-system-x86 ;;
+    esac
+}
+
 # Without an init system a package's own scripts can't start its service properly: hold them back.
 apt_hold_services() {
     local policy=/usr/sbin/policy-rc.d
@@ -83,6 +95,10 @@ apt_install() {
         runsc)
             apt_add_backports
             package=$(apt_runsc)
+            ;;
+        qemu-system-x86)
+            mapfile -t -O ${#packages[@]} packages < <(apt_qemu)
+            continue
             ;;
         docker.io) ! apt_knows docker-cli || packages+=(docker-cli) ;;
         postgresql) apt_no_default_cluster ;;

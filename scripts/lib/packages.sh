@@ -26,6 +26,13 @@ iproute2 ip
 openssl openssl
 procps pgrep
 e2fsprogs chattr
+qemu-system-x86 qemu-system-x86_64
+'
+
+# … and for making the guest that tests of microVMs run.
+readonly microvm_commands='
+busybox-static busybox
+kmod depmod
 '
 
 # missing_commands TABLE: packages whose command is not there.
@@ -76,6 +83,7 @@ missing_packages() {
             has_http_backend || echo git
             has_faketime || echo libfaketime
             have npm || { has_conformance && ! must_fetch_mcp_servers node; } || echo npm
+            has_microvm_guest || missing_commands "$microvm_commands"
             has_pip || ! must_fetch_mcp_servers python || echo python3-pip
         fi
     } | sort -u

@@ -1,0 +1,44 @@
+//! QEMU's own control socket.
+
+use anyhow::{Context, bail};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+
+/// A connection to QEMU.
+pub(crate) struct Qmp {
+    stream: BufReader<UnixStream>,
+}
+
+impl Qmp {
+    pub(crate) async fn greet(stream: UnixStream) -> anyhow::Result<Self> {
+        let mut qmp = Self { stream: BufReader::new(stream) };
+        qmp.line().await.context("QEMU does not greet")?;
+        qmp.run("qmp_capabilities", json!({})).await?;
+        Ok(qmp)
+    }
+
+    /// Runs a command and waits for its answer; events meanwhile are left out.
+    pub(crate) async fn run(&mut self, command: &str, arguments: Value) -> anyhow::Result<Value> {
+        let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
+        line.push('\n');
+        self.stream.get_mut().write_all(line.as_bytes()).await?;
+        loop {
+            let answer = self.line().await?;
+            if let Some(result) = answer.get("return") {
+                return Ok(result.clone());
+            }
+            if let Some(error) = answer.get("error") {
+                bail!("QEMU refuses {command}: {error}");
+            }
+        }
+    }
+
+    async fn line(&mut self) -> anyhow::Result<Value> {
+        let mut line = String::new();
+        if self.stream.read_line(&mut line).await? == 0 {
+            bail!("QEMU has ended");
+        }
+        Ok(serde_json::from_str(&line)?)
+    }
+}
