@@ -20,7 +20,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Write openapi/emergent.json anew from the handlers
+    /// Write openapi/*.json anew from the handlers
     Openapi,
     /// Measure the promises of SPECIFICATION.md as ratios, here and now
     Bench(bench::Options),
@@ -39,10 +39,13 @@ fn main() -> Result<ExitCode> {
     }
 }
 
-/// Writes the API's description where it is checked in.
+/// Writes the APIs' descriptions where they are checked in.
 fn write_openapi() -> Result<()> {
     // Asked when it runs: what was compiled in one clone may run in another.
     let own = std::env::var("CARGO_MANIFEST_DIR").context("run it with cargo")?;
-    let path = Path::new(&own).join("../openapi/emergent.json");
-    std::fs::write(&path, emergent_control_plane::openapi_json()).with_context(|| path.display().to_string())
+    for (name, text) in emergent_control_plane::openapi_documents() {
+        let path = Path::new(&own).join("../openapi").join(name);
+        std::fs::write(&path, text).with_context(|| path.display().to_string())?;
+    }
+    Ok(())
 }

@@ -6,6 +6,7 @@ use clap_complete::Shell;
 use crate::audit::AuditArgs;
 use crate::doctor::DoctorArgs;
 use crate::events::EventsArgs;
+use crate::firecracker_manager::ManagerArgs;
 use crate::mcp::McpArgs;
 use crate::pool::PoolArgs;
 use crate::serve::ServeArgs;
@@ -29,7 +30,7 @@ Exit codes: 0 done, 1 failed, 2 the command line is wrong; `workspace bash` pass
 
 /// Isolated machines for AI agents.
 ///
-/// One self-hosted server creates workspaces (sandboxes on gVisor) in which agents work with seven structured
+/// One self-hosted server creates workspaces (Firecracker microVMs or gVisor containers) in which agents work with seven structured
 /// tools: bash, read, write, edit, glob, grep and git; and hosts MCP servers, each in a sandbox of its own.
 #[derive(Parser, Debug)]
 #[command(name = "emergent", version, after_help = EXAMPLES, disable_help_subcommand = true)]
@@ -51,6 +52,7 @@ pub(crate) enum Command {
     Token(TokenArgs),
     Events(EventsArgs),
     Audit(AuditArgs),
+    FirecrackerManager(ManagerArgs),
     /// Print completions for a shell
     #[command(after_help = "\
 Examples:
@@ -75,7 +77,7 @@ impl Command {
             Self::Events(args) => args.connection.json,
             Self::Audit(args) => args.connection.json,
             Self::Doctor(args) => args.json,
-            Self::Serve(_) | Self::Completions { .. } => false,
+            Self::Serve(_) | Self::FirecrackerManager(_) | Self::Completions { .. } => false,
         }
     }
 }

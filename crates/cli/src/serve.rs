@@ -73,7 +73,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
     })
 }
 
-fn start_logging(log: &LogSettings) -> Result<()> {
+pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
     // The MCP library logs whole requests: what is asked for by name is shown, never by accident.
     let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
     let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
@@ -91,7 +91,7 @@ fn start_logging(log: &LogSettings) -> Result<()> {
 }
 
 /// Ends when the first stop signal comes. A second one ends the process, whatever it is doing.
-fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
+pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     let mut terminate = signal(SignalKind::terminate()).context("can't handle SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("can't handle SIGINT")?;
     let (stop, stopped) = oneshot::channel();

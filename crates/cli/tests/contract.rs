@@ -4,11 +4,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use emergent_test_support::server::TestServer;
+use emergent_test_support::microvm::Microvms;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const PROVIDERS: [&str; 2] = ["gvisor", "docker"];
+const PROVIDERS: [&str; 3] = ["gvisor", "docker", "firecracker"];
 
 /// Calls, in order. What they do builds on what came before.
 fn script() -> Vec<(&'static str, Value)> {
@@ -26,7 +26,7 @@ fn script() -> Vec<(&'static str, Value)> {
         bash("if then"),
         bash("kill -TERM $$"),
         bash("seq 1 20000"),
-        bash("ulimit -s; ulimit -n"),
+        bash("ulimit -s; ulimit -n; ulimit -c; env | cut -d= -f1 | sort"),
         bash("sleep 300 & echo background"),
         bash("pkill sleep; true"),
         (
@@ -56,7 +56,7 @@ fn script() -> Vec<(&'static str, Value)> {
         ("read", json!({ "path": "a/b/d.txt" })),
         ("read", json!({ "path": "/dev/null" })),
         ("read", json!({ "path": "a\u{0}b" })),
-        ("read", json!({ "path": "../etc/hostname" })),
+        ("read", json!({ "path": "../etc/debian_version" })),
         ("edit", json!({ "path": "a/b/c.txt", "old_string": "two", "new_string": "2" })),
         ("edit", json!({ "path": "crlf.txt", "old_string": "one\ntwo", "new_string": "1\n2" })),
         ("edit", json!({ "path": "a/b/c.txt", "old_string": "absent", "new_string": "x" })),
@@ -138,11 +138,15 @@ fn without_ids(text: &str) -> String {
 
 #[tokio::test]
 async fn the_same_calls_give_the_same_answers_on_every_provider() {
-    let server = TestServer::start(BINARY).await;
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[("EMERGENT_ALLOW_DOCKER", "true")]).await;
     let mut ids = Vec::new();
     for provider in PROVIDERS {
-        ids.push(server.create(json!({ "provider": provider })).await);
+        let asked =
+            if provider == "firecracker" { microvms.small() } else { json!({ "provider": provider }) };
+        ids.push(server.create(asked).await);
     }
+    let mut differences = Vec::new();
     for (number, (tool, request)) in script().into_iter().enumerate() {
         let mut answers = Vec::new();
         for id in &ids {
@@ -151,18 +155,27 @@ async fn the_same_calls_give_the_same_answers_on_every_provider() {
         }
         let shown: String = request.to_string().chars().take(200).collect();
         for (provider, answer) in PROVIDERS.iter().zip(&answers).skip(1) {
-            assert_eq!(
-                answer, &answers[0],
-                "call {number} {tool} {shown}: {provider} differs from {}",
-                PROVIDERS[0]
-            );
+            if answer != &answers[0] {
+                let (other, usual) = (shortened(answer), shortened(&answers[0]));
+                differences.push(format!(
+                    "call {number} {tool} {shown}\n  {provider}: {other}\n  {}: {usual}",
+                    PROVIDERS[0]
+                ));
+            }
         }
         assert_ne!(answers[0].0, 500, "call {number} {tool} {shown}: {}", answers[0].1);
     }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
     for id in &ids {
         server.destroy(id).await;
     }
+    microvms.keep_images(&server.data_dir().join("firecracker"));
     server.stop();
+}
+
+fn shortened((status, body): &(u16, Value)) -> String {
+    let text = body.to_string();
+    format!("{status} {}", text.chars().take(1000).collect::<String>())
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use emergent_firecracker_manager::ManagerOptions;
 use emergent_wire::pool::{PoolShape, PoolTarget};
 use emergent_wire::workspace::{
     DEFAULT_IMAGE, DeploymentMode, MAX_TTL_SECONDS, MIN_TTL_SECONDS, ResourceLimits,
@@ -38,6 +39,8 @@ pub struct Settings {
     pub workspaces: WorkspaceSettings,
     /// Providers.
     pub providers: ProviderSettings,
+    /// Firecracker microVMs.
+    pub firecracker: FirecrackerSettings,
     /// Spares that are started before anybody asks for them.
     pub pool: PoolSettings,
     /// The endpoints for MCP clients.
@@ -146,6 +149,24 @@ pub struct ProviderSettings {
     pub nameservers: Vec<IpAddr>,
 }
 
+/// Firecracker microVMs: a manager that runs elsewhere, or one within the server.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FirecrackerSettings {
+    /// Whether microVMs are used; unless given, when a manager is named or Firecracker is installed on this host
+    /// (`EMERGENT_FIRECRACKER`).
+    pub enabled: Option<bool>,
+    /// Where a manager listens: `unix:/path` or `https://host:port`. The server is its own manager unless given.
+    pub manager_url: Option<String>,
+    /// The manager's token. Both sides read it; unless given, a manager makes one and keeps it in its directory.
+    #[serde(skip_serializing)]
+    pub manager_token: Option<SecretString>,
+    /// A certificate that the manager's is checked against, instead of those that the host trusts.
+    pub manager_ca: Option<PathBuf>,
+    /// What a manager on this host uses.
+    pub manager: ManagerOptions,
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Self {
@@ -157,6 +178,7 @@ impl Default for Settings {
             log: LogSettings::default(),
             workspaces: WorkspaceSettings::default(),
             providers: ProviderSettings::default(),
+            firecracker: FirecrackerSettings::default(),
             pool: PoolSettings::default(),
             mcp: McpSettings::default(),
         }
@@ -230,7 +252,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 19] = [
+const VARIABLES: [(&str, &str); 32] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -248,6 +270,19 @@ const VARIABLES: [(&str, &str); 19] = [
     ("EMERGENT_MCP_ALLOWED_ORIGINS", "mcp.allowed_origins"),
     ("EMERGENT_GVISOR", "providers.gvisor"),
     ("EMERGENT_ALLOW_DOCKER", "providers.allow_docker"),
+    ("EMERGENT_FIRECRACKER", "firecracker.enabled"),
+    ("FIRECRACKER_MANAGER_URL", "firecracker.manager_url"),
+    ("FIRECRACKER_MANAGER_TOKEN", "firecracker.manager_token"),
+    ("FIRECRACKER_MANAGER_CA", "firecracker.manager_ca"),
+    ("FIRECRACKER_BIN", "firecracker.manager.firecracker"),
+    ("JAILER_BIN", "firecracker.manager.jailer"),
+    ("FIRECRACKER_KERNEL", "firecracker.manager.kernel"),
+    ("FIRECRACKER_KERNEL_ARGUMENTS", "firecracker.manager.kernel_arguments"),
+    ("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "firecracker.manager.boot_timeout_seconds"),
+    ("FIRECRACKER_KVM_DEVICE", "firecracker.manager.kvm_device"),
+    ("FIRECRACKER_REQUIRE_KVM", "firecracker.manager.require_kvm"),
+    ("FIRECRACKER_MAX_VMS", "firecracker.manager.max_vms"),
+    ("FIRECRACKER_WARM_POOL_SIZE", "firecracker.manager.warm_pool_size"),
     ("EMERGENT_TLS_CERTIFICATE", "tls.certificate"),
     ("EMERGENT_TLS_KEY", "tls.key"),
 ];

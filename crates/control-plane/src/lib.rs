@@ -15,7 +15,9 @@ mod background;
 pub mod config;
 mod docs_page;
 mod events;
+mod firecracker;
 mod http;
+mod listener;
 mod mcp;
 mod server;
 mod storage;
@@ -23,11 +25,13 @@ mod tls;
 mod workspace;
 
 pub use config::{ConfigError, Overrides, Settings};
+pub use firecracker::{ManagerAddress, serve_manager};
 pub use server::{Running, ServeError, serve};
 
-/// The OpenAPI description of the REST API, as JSON text.
-pub fn openapi_json() -> String {
-    let mut text = http::openapi().to_pretty_json().unwrap_or_default();
-    text.push('\n');
-    text
+/// The OpenAPI descriptions of the REST APIs, of the server and of the Firecracker manager, as JSON text under the names of
+/// their files.
+pub fn openapi_documents() -> [(&'static str, String); 2] {
+    let server = ("emergent.json", http::openapi());
+    let manager = ("firecracker-manager.json", emergent_firecracker_manager::openapi());
+    [server, manager].map(|(name, document)| (name, document.to_pretty_json().unwrap_or_default() + "\n"))
 }

@@ -8,44 +8,30 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::pin::pin;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
-use axum::Router;
 use chrono::Utc;
-use emergent_providers::{ContainerOptions, ContainerProvider, ProviderError, Runtime, SharedProvider};
+use emergent_providers::{
+    ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider, ProviderError, Runtime,
+    SharedProvider,
+};
 use emergent_store::{SealError, SealingKey, Store, StoreConfig, StoreError};
 use emergent_wire::access::CreateToken;
 use emergent_wire::id::InstallationId;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use hyper_util::server::conn::auto::Builder;
-use hyper_util::server::graceful::GracefulShutdown;
-use hyper_util::service::TowerToHyperService;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use secrecy::ExposeSecret;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
-use tokio_rustls::TlsAcceptor;
+use tokio::net::TcpListener;
 
 use crate::audit::Audit;
 use crate::background;
 use crate::config::Settings;
+use crate::firecracker::{self, Embedded};
 use crate::http::{self, App};
+use crate::listener::{Listener, accept};
 use crate::storage::{self, StorageError};
 use crate::tls;
 use crate::workspace::Workspaces;
 
-/// How long a connection may be idle, and how long a client may take to send a request's head. Longer than common clients
-/// keep a connection (90 s): one that is closed under a request loses it.
-const HEAD_TIME: Duration = Duration::from_secs(100);
-/// How long the TLS handshake may take.
-const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
-/// Connections at once; more wait to be accepted.
-const MAX_CONNECTIONS: usize = 2048;
-/// How long requests have to end when the server is stopped.
-const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
 /// The first admin token's name.
 const FIRST_TOKEN: &str = "first-start";
 
@@ -83,6 +69,9 @@ pub enum ServeError {
     /// Certificate or key can't be used.
     #[error("TLS can't be used: {0}")]
     Tls(String),
+    /// The Firecracker manager can't run, or can't be reached as the settings say.
+    #[error("{0}")]
+    Manager(String),
 }
 
 /// An error with its causes.
@@ -130,7 +119,8 @@ pub async fn serve(
     write_private(&data_dir.join("installation-id"), &installation.to_string())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let first_start = ensure_admin_token(&store, &data_dir, &storage).await?;
-    let providers = providers(&settings, &storage, installation)?;
+    let embedded = firecracker::embed(&settings.firecracker, &storage).await?;
+    let providers = providers(&settings, &storage, installation, embedded.as_ref())?;
     let audit = Audit::start(store.clone());
     let workspaces = Workspaces::new(store.clone(), key, settings.clone(), providers);
     let app = App::new(Arc::clone(&workspaces), audit.clone(), metrics_handle());
@@ -158,12 +148,15 @@ pub async fn serve(
         shutdown.await;
         workspaces.events.end();
     };
-    accept(listener, tls, http::router(&app), ending).await;
+    accept(Listener::Tcp(listener, tls), http::router(&app), ending).await;
     background.shutdown().await;
     app.mcp.shut_down().await;
     workspaces.write_uses().await;
     audit.flush().await;
     retire(&workspaces, &store).await;
+    if let Some(embedded) = embedded {
+        embedded.end().await;
+    }
     // Another server in this directory may have written its own by now.
     let url_file = data_dir.join("server-url");
     if std::fs::read_to_string(&url_file).is_ok_and(|url| url == running.url) {
@@ -253,6 +246,7 @@ fn providers(
     settings: &Settings,
     data_dir: &Path,
     installation: InstallationId,
+    embedded: Option<&Embedded>,
 ) -> Result<Vec<SharedProvider>, ServeError> {
     let options = ContainerOptions {
         installation,
@@ -261,6 +255,17 @@ fn providers(
         nameservers: settings.providers.nameservers.clone(),
     };
     let mut providers: Vec<SharedProvider> = Vec::new();
+    if let Some(manager) = firecracker::manager(&settings.firecracker, embedded)? {
+        let options = FirecrackerOptions {
+            installation,
+            url: manager.url,
+            token: manager.token,
+            ca_certificate: settings.firecracker.manager_ca.clone(),
+            docker_host: settings.providers.docker_host.clone(),
+            data_dir: data_dir.to_owned(),
+        };
+        providers.push(Arc::new(FirecrackerProvider::new(&options)?));
+    }
     if settings.providers.gvisor {
         providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &options)?));
     }
@@ -280,75 +285,4 @@ fn metrics_handle() -> PrometheusHandle {
             builder.install_recorder().unwrap_or_else(|_| PrometheusBuilder::new().build_recorder().handle())
         })
         .clone()
-}
-
-/// Accepts connections until `shutdown`, then lets the requests in progress end.
-async fn accept(
-    listener: TcpListener,
-    tls: Option<TlsAcceptor>,
-    router: Router,
-    shutdown: impl Future<Output = ()>,
-) {
-    let graceful = GracefulShutdown::new();
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let mut shutdown = pin!(shutdown);
-    let mut connections = JoinSet::new();
-    loop {
-        let place = tokio::select! {
-            () = &mut shutdown => break,
-            place = Arc::clone(&places).acquire_owned() => place,
-        };
-        let stream = tokio::select! {
-            () = &mut shutdown => break,
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => stream,
-                Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                    continue;
-                }
-            },
-        };
-        while connections.try_join_next().is_some() {}
-        let (tls, router, watcher) = (tls.clone(), router.clone(), graceful.watcher());
-        connections.spawn(async move {
-            let _place = place;
-            serve_connection(stream, tls, router, watcher).await;
-        });
-    }
-    drop(listener);
-    tokio::select! {
-        () = graceful.shutdown() => {}
-        () = tokio::time::sleep(SHUTDOWN_GRACE) => tracing::warn!("requests did not end in time and are cut off"),
-    }
-}
-
-async fn serve_connection(
-    stream: TcpStream,
-    tls: Option<TlsAcceptor>,
-    router: Router,
-    watcher: hyper_util::server::graceful::Watcher,
-) {
-    let _ = stream.set_nodelay(true);
-    let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(64 * 1024);
-    builder.http2().timer(TokioTimer::new()).max_concurrent_streams(128).max_header_list_size(32 * 1024);
-    let service = TowerToHyperService::new(router);
-    let ended = match tls {
-        None => {
-            let connection = builder.serve_connection(TokioIo::new(stream), service);
-            watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())
-        }
-        Some(tls) => match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
-            Ok(Ok(stream)) => {
-                let connection = builder.serve_connection(TokioIo::new(stream), service);
-                watcher.watch(connection.into_owned()).await.map_err(|error| error.to_string())
-            }
-            Ok(Err(error)) => Err(error.to_string()),
-            Err(_) => Err("the TLS handshake took too long".to_owned()),
-        },
-    };
-    if let Err(error) = ended {
-        tracing::debug!(error, "a connection ended early");
-    }
 }

@@ -36,12 +36,16 @@ pub struct Report {
     pub text: String,
 }
 
-fn directory() -> PathBuf {
-    let cache = std::env::var_os("EMERGENT_CACHE_DIR").map(PathBuf::from).unwrap_or_else(|| {
+/// Where `scripts/setup` keeps what it gets for tests.
+pub(crate) fn cache_dir() -> PathBuf {
+    std::env::var_os("EMERGENT_CACHE_DIR").map(PathBuf::from).unwrap_or_else(|| {
         let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
         std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from).join("emergent")
-    });
-    let directory = cache.join("conformance");
+    })
+}
+
+fn directory() -> PathBuf {
+    let directory = cache_dir().join("conformance");
     assert!(directory.join("recipe").exists(), "the conformance suites are missing: run scripts/setup test");
     directory
 }

@@ -32,7 +32,35 @@ if [ -n "$id" ]; then
         done
     done
 fi
+
+# remove_microvms DIR: what a Firecracker manager in this directory made.
+remove_microvms() {
+    local name id group tables table rule chain interface
+    name=fc$(printf %06x "$(sed -n 's/.*"manager": *\([0-9]*\).*/\1/p' "$1/manager.json")")
+    for id in $(ls "$1/machines" "$1/jails/firecracker" 2>/dev/null | grep -- - | sort -u); do
+        pkill -KILL -f -- "$id"
+    done
+    for group in /sys/fs/cgroup/emergent-$name /sys/fs/cgroup/*/emergent-$name; do
+        for _ in $(seq 50); do
+            [ -d "$group" ] || break
+            find "$group" -depth -type d -exec rmdir {} + && break
+            sleep 0.1
+        done
+    done
+    for interface in $(ls /sys/class/net | grep "^$name-"); do ip link delete "$interface"; done
+    for tables in iptables ip6tables; do
+        for table in filter security mangle nat; do
+            $tables -w 5 -t $table -S | grep -- "-j $name-" | grep -v -- "^-A $name-" | sed 's/^-A/-D/' |
+                while read -r rule; do $tables -w 5 -t $table $rule; done
+            for chain in $($tables -w 5 -t $table -S | sed -n "s/^-N \($name-.*\)/\1/p"); do $tables -w 5 -t $table -F "$chain"; done
+            for chain in $($tables -w 5 -t $table -S | sed -n "s/^-N \($name-.*\)/\1/p"); do $tables -w 5 -t $table -X "$chain"; done
+        done
+    done
+}
+for manager in "$dir" "$dir/firecracker"; do [ ! -e "$manager/manager.json" ] || remove_microvms "$manager"; done
 for device in $(losetup --noheadings --output NAME,BACK-FILE | awk -v dir="$dir/" 'index($2, dir) == 1 { print $1 }'); do
     losetup --detach "$device"
 done
+# Tests of full disks mount small ones.
+for mount in $(awk -v dir="$dir" '$2 == dir || index($2, dir "/") == 1 { print $2 }' /proc/mounts | sort -r); do umount --lazy "$mount"; done
 rm -rf "$dir"

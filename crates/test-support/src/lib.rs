@@ -8,6 +8,7 @@ pub mod janitor;
 mod keeper;
 pub mod mcp;
 pub mod mcp_client;
+pub mod microvm;
 pub mod postgres;
 pub mod server;
 pub mod sse;

@@ -24,7 +24,7 @@ pub fn image(server_binary: &str) -> String {
     lock.lock().expect("the lock can be taken");
     let fixtures = FIXTURES.map(|name| directory.join(name));
     if !fixtures.iter().all(|path| path.exists()) {
-        build(directory);
+        build(directory, "emergent-mcp-fixture");
     }
     let tag = fixtures.iter().map(|path| version(path)).collect::<Vec<_>>().join("-");
     let image = format!("{NAME}:{tag}");
@@ -35,22 +35,23 @@ pub fn image(server_binary: &str) -> String {
 }
 
 /// What tells one build from the next.
-fn version(path: &Path) -> String {
+pub(crate) fn version(path: &Path) -> String {
     let metadata = path.metadata().expect("the fixture is there");
     let built = metadata.modified().expect("it has a time").duration_since(UNIX_EPOCH).expect("after 1970");
     format!("{:x}", built.as_millis() ^ u128::from(metadata.len()))
 }
 
-fn build(directory: &Path) {
+/// Builds a package of fixtures into the directory of the server's binary.
+pub(crate) fn build(directory: &Path, package: &str) {
     let target = directory.parent().expect("a target directory");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args(["build", "--locked", "--package", "emergent-mcp-fixture", "--target-dir"]).arg(target);
+    cargo.args(["build", "--locked", "--package", package, "--target-dir"]).arg(target);
     if directory.ends_with("release") {
         cargo.arg("--release");
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let status = cargo.current_dir(root).status().expect("cargo runs");
-    assert!(status.success(), "the MCP fixtures can't be built");
+    assert!(status.success(), "{package} can't be built");
 }
 
 fn make(image: &str, fixtures: &[PathBuf]) {

@@ -73,8 +73,11 @@ impl TestServer {
     /// Starts a server with these variables.
     pub async fn start_with(binary: &str, environment: &[(&str, &str)]) -> Self {
         let directory = tempfile::Builder::new().prefix("emergent-test-").tempdir().expect("a directory");
-        // From here on the janitor removes it.
-        let data_dir = directory.keep();
+        Self::start_in(binary, directory.keep(), environment).await
+    }
+
+    /// Starts a server on a directory, which is removed at the end.
+    pub async fn start_in(binary: &str, data_dir: PathBuf, environment: &[(&str, &str)]) -> Self {
         let janitor = Janitor::of(&data_dir);
         let environment: Vec<_> =
             environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
@@ -244,6 +247,7 @@ impl TestServer {
             let files = std::fs::read_dir(self.data_dir.join(directory)).into_iter().flatten().flatten();
             found.extend(files.map(|entry| format!("{kind} {}", entry.path().display())));
         }
+        found.extend(leftovers_of_manager(&self.data_dir.join("firecracker")));
         found
     }
 
@@ -381,6 +385,44 @@ impl TestServer {
     }
 }
 
+/// Everything that a Firecracker manager made and has not removed.
+pub fn leftovers_of_manager(directory: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    let Ok(identity) = std::fs::read(directory.join("manager.json")) else {
+        return found;
+    };
+    let identity: Value = serde_json::from_slice(&identity).expect("an identity");
+    let name = format!("fc{:06x}", identity["manager"].as_u64().expect("a number"));
+    let names = |directory: &Path| -> Vec<String> {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+    };
+    let interfaces = names(Path::new("/sys/class/net")).into_iter();
+    found.extend(interfaces.filter(|each| each.starts_with(&name)).map(|each| format!("interface {each}")));
+    for program in ["iptables-save", "ip6tables-save"] {
+        let rules = Command::new(program).output().map(|output| output.stdout).unwrap_or_default();
+        let rules = String::from_utf8_lossy(&rules).into_owned();
+        found.extend(
+            rules.lines().filter(|line| line.contains(&name)).map(|line| format!("rule of {program} {line}")),
+        );
+    }
+    let group = format!("emergent-{name}");
+    let groups = Command::new("find").args(["/sys/fs/cgroup", "-maxdepth", "2", "-name", &group]).output();
+    let groups = groups.map(|output| output.stdout).unwrap_or_default();
+    found.extend(String::from_utf8_lossy(&groups).lines().map(|line| format!("control group {line}")));
+    for place in ["jails/firecracker", "machines", "snapshots"] {
+        found.extend(names(&directory.join(place)).iter().map(|each| format!("{place}/{each}")));
+    }
+    let unfinished = names(&directory.join("images")).into_iter().filter(|each| each.ends_with(".new"));
+    found.extend(unfinished.map(|each| format!("images/{each}")));
+    // The jail is in the arguments of the double, the id in those of both.
+    let jails = directory.join("jails");
+    let processes = Command::new("pgrep").args(["-af", &jails.to_string_lossy()]).output();
+    let processes = processes.map(|output| output.stdout).unwrap_or_default();
+    found.extend(String::from_utf8_lossy(&processes).lines().map(|line| format!("process {line}")));
+    found
+}
+
 fn spawn(binary: &Path, data_dir: &Path, environment: &[(String, String)]) -> Child {
     let log =
         std::fs::OpenOptions::new().create(true).append(true).open(data_dir.join("test.log")).expect("a log");
@@ -388,6 +430,8 @@ fn spawn(binary: &Path, data_dir: &Path, environment: &[(String, String)]) -> Ch
         .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
         .arg(data_dir)
         .env_remove("DATABASE_URL")
+        // Whatever this machine has: tests say where they want microVMs.
+        .env("EMERGENT_FIRECRACKER", "false")
         .envs(environment.iter().map(|(name, value)| (name, value)))
         .current_dir(data_dir)
         .stdin(Stdio::null())

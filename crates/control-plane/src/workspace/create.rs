@@ -253,7 +253,15 @@ impl Workspaces {
         let mut rejected = creation.plan.rejected.clone();
         let mut failures: Vec<(RejectedCandidate, ErrorDetail)> = Vec::new();
         let mut spare = creation.spare.take();
+        // Where something may be left of an attempt. It has the workspace's id, so nothing else is made there; recovery
+        // removes it once the workspace is elsewhere or gone.
+        let mut left_on: Option<(ProviderName, ProviderError)> = None;
         for candidate in &creation.plan.candidates {
+            let on_same =
+                |(other, _): &(ProviderName, _)| placement::share_sandboxes(candidate.provider, *other);
+            if left_on.as_ref().is_some_and(on_same) {
+                continue;
+            }
             let provider = self.provider(candidate.provider)?.clone();
             if let Some(reached) = spare.take() {
                 match self.bind(&provider, id, reached).await {
@@ -265,7 +273,9 @@ impl Workspaces {
                         tracing::warn!(workspace = %id, %error, "a spare can't be used; the workspace is made without");
                         metrics::counter!("emergent_pool_misses_total", "reason" => "dead").increment(1);
                         if let Err(problem) = provider.destroy(id).await {
-                            return Err(self.leave_to_recovery(id, error, &problem).await);
+                            failures.push((candidate.rejected(&error), error));
+                            left_on = Some((candidate.provider, problem));
+                            continue;
                         }
                         if is_final(&error) {
                             failures.push((candidate.rejected(&error), error));
@@ -285,7 +295,7 @@ impl Workspaces {
                     failpoint!("create.undone");
                     self.recheck(&provider).await;
                     if let Err(problem) = removed {
-                        return Err(self.leave_to_recovery(id, error, &problem).await);
+                        left_on = Some((candidate.provider, problem));
                     }
                     rejected.push(candidate.rejected(&error));
                     let is_final = is_final(&error);
@@ -297,6 +307,9 @@ impl Workspaces {
             }
         }
         let error = all_failed(failures);
+        if let Some((_, problem)) = left_on {
+            return Err(self.leave_to_recovery(id, error, &problem).await);
+        }
         if creation.waited_for {
             self.store.delete_workspace(id).await.map_err(error_of)?;
             self.forget(id);

@@ -79,6 +79,12 @@ pub(crate) fn plan(wish: Wish, known: &[Known]) -> Result<Plan, ErrorDetail> {
     Ok(plan)
 }
 
+/// Whether two providers see each other's sandboxes: containers of both kinds are on one engine.
+pub(crate) fn share_sandboxes(one: ProviderName, other: ProviderName) -> bool {
+    let is_container = |name| matches!(name, ProviderName::Gvisor | ProviderName::Docker);
+    one == other || is_container(one) && is_container(other)
+}
+
 /// All providers that come into question, best first.
 fn preference(wish: Wish) -> Vec<ProviderName> {
     use ProviderName::{Docker, E2b, Firecracker, Gvisor};

@@ -14,7 +14,7 @@ use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
 use emergent_wire::{ErrorDetail, SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
 
-use super::{Workspaces, error_of};
+use super::{Workspaces, error_of, placement};
 
 /// How often the pass runs.
 pub(crate) const RUN_EVERY: Duration = Duration::from_secs(60);
@@ -32,7 +32,7 @@ pub(crate) enum Step {
     Destroy(WorkspaceId),
     /// A workspace that failed, or that this process has no channel to: look whether it can be used.
     Examine(WorkspaceId),
-    /// A sandbox that has no row.
+    /// A sandbox that has no row, or that could not be removed when its workspace was made elsewhere.
     Reap(ProviderName, WorkspaceId),
 }
 
@@ -41,6 +41,8 @@ pub(crate) enum Step {
 pub(crate) struct Row {
     pub(crate) id: WorkspaceId,
     pub(crate) status: WorkspaceStatus,
+    /// Where its sandbox is.
+    pub(crate) provider: Option<ProviderName>,
     /// Somebody is changing it right now: a request of this process, or another server that works.
     pub(crate) in_progress: bool,
     /// This process has a channel to it, or need not have one.
@@ -60,7 +62,7 @@ pub(crate) fn plan(
     };
     let running = in_state(&[ObservedState::Running]);
     let there = in_state(&[ObservedState::Running, ObservedState::Stopped]);
-    let known: HashSet<WorkspaceId> = rows.iter().map(|row| row.id).collect();
+    let known: HashMap<WorkspaceId, &Row> = rows.iter().map(|row| (row.id, row)).collect();
     let for_rows = rows.iter().filter(|row| !row.in_progress).filter_map(|row| match row.status {
         WorkspaceStatus::Creating => Some(Step::Abandon(row.id)),
         WorkspaceStatus::Stopping => Some(Step::Stop(row.id)),
@@ -73,10 +75,19 @@ pub(crate) fn plan(
         WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Examine(row.id)),
     });
     let orphans = observed.iter().flat_map(|(provider, found)| {
-        let orphans = found.iter().filter(|found| !known.contains(&found.id) && !spares.contains(&found.id));
+        let orphans = found.iter().filter(|found| match known.get(&found.id) {
+            Some(row) => is_elsewhere(row, *provider),
+            None => !spares.contains(&found.id),
+        });
         orphans.map(|found| Step::Reap(*provider, found.id))
     });
     for_rows.chain(orphans).collect()
+}
+
+/// Whether a workspace that has been made is not among the sandboxes of a provider.
+fn is_elsewhere(row: &Row, provider: ProviderName) -> bool {
+    let made = row.status != WorkspaceStatus::Creating;
+    made && row.provider.is_some_and(|own| !placement::share_sandboxes(own, provider))
 }
 
 impl Workspaces {
@@ -128,7 +139,8 @@ impl Workspaces {
                 is_supervised(record) || self.is_changing(id) || !self.is_mine_to_change(record.owner);
             // With others on the database, each opens channels only to what it is asked for.
             let is_reached = self.store.is_shared() || self.is_reached(id);
-            Row { id, status: record.workspace.status, in_progress, is_reached }
+            let (status, provider) = (record.workspace.status, record.workspace.provider);
+            Row { id, status, provider, in_progress, is_reached }
         });
         Ok((spares.iter().map(|spare| spare.id).collect(), rows.collect()))
     }
@@ -213,7 +225,8 @@ mod tests {
     use super::*;
 
     fn row(status: WorkspaceStatus) -> Row {
-        Row { id: WorkspaceId::generate(), status, in_progress: false, is_reached: true }
+        let provider = Some(ProviderName::Gvisor);
+        Row { id: WorkspaceId::generate(), status, provider, in_progress: false, is_reached: true }
     }
 
     fn seen(id: WorkspaceId, state: ObservedState) -> HashMap<ProviderName, Vec<Observed>> {
@@ -244,6 +257,24 @@ mod tests {
         assert_eq!(steps, [Step::Reap(ProviderName::Gvisor, stray)]);
         let spares = HashSet::from([stray]);
         assert!(plan(&[row], &spares, &seen(stray, ObservedState::Running)).is_empty());
+    }
+
+    /// A provider went away while a workspace was made on it; the next one took it.
+    #[test]
+    fn what_an_attempt_left_on_another_provider_is_reaped() {
+        for (own, status, is_left) in [
+            (ProviderName::Firecracker, WorkspaceStatus::Ready, true),
+            (ProviderName::Firecracker, WorkspaceStatus::Stopped, true),
+            // It may be on its way there.
+            (ProviderName::Firecracker, WorkspaceStatus::Creating, false),
+            // Both see the same containers.
+            (ProviderName::Docker, WorkspaceStatus::Ready, false),
+        ] {
+            let row = Row { provider: Some(own), in_progress: true, ..row(status) };
+            let steps = plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running));
+            let expected = is_left.then_some(Step::Reap(ProviderName::Gvisor, row.id));
+            assert_eq!(steps, expected.into_iter().collect::<Vec<_>>(), "{own} {status}");
+        }
     }
 
     #[test]

@@ -1,0 +1,394 @@
+//! What goes wrong with microVMs: each time a clear error within a bounded time, another provider where one may be taken,
+//! and nothing left.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use emergent_test_support::microvm::{Microvms, TestManager, ask_manager, ask_manager_as};
+use emergent_test_support::server::{Answer, TestServer, leftovers_of_manager, run};
+use emergent_wire::WorkspaceId;
+use emergent_wire::id::InstallationId;
+use futures_util::future::join_all;
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+fn manager_dir(server: &TestServer) -> PathBuf {
+    server.data_dir().join("firecracker")
+}
+
+fn message(answer: &Answer) -> String {
+    answer.body["error"]["message"].as_str().unwrap_or_else(|| panic!("{answer:?}")).to_owned()
+}
+
+/// What a manager has made, but for what it keeps for the next microVM.
+fn left(directory: &Path) -> Vec<String> {
+    let all = leftovers_of_manager(directory).into_iter();
+    all.filter(|each| !["interface ", "rule ", "control group "].iter().any(|kept| each.starts_with(kept)))
+        .collect()
+}
+
+/// A creation that must fail on Firecracker with these words, leave nothing, and succeed elsewhere.
+async fn fails_and_falls_back(microvms: &Microvms, server: &TestServer, words: &[&str]) {
+    let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
+    assert!(refused.status >= 500, "{refused:?}");
+    let said = message(&refused);
+    for word in words {
+        assert!(said.contains(word), "{word}: {said}");
+    }
+    assert_eq!(left(&manager_dir(server)), Vec::<String>::new());
+    let mut asked = microvms.small();
+    asked["provider"] = json!("auto");
+    let created = server.request("POST", WORKSPACES, Some(asked)).await.ok();
+    assert_eq!(created["provider"], "gvisor", "{created}");
+    assert!(created["placement"]["rejected"].to_string().contains("firecracker"), "{created}");
+    assert_eq!(left(&manager_dir(server)), Vec::<String>::new());
+    server.destroy(created["id"].as_str().unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_file_that_is_no_kernel_is_said_so() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[("FIRECRACKER_KERNEL", "/etc/passwd")]).await;
+    fails_and_falls_back(&microvms, &server, &["kernel", "Firecracker refused"]).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn an_agent_that_never_comes_up_is_waited_for_as_long_as_was_said() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "1")]).await;
+    fails_and_falls_back(&microvms, &server, &["the start of the guest agent did not end within 1 s"]).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_root_disk_that_is_damaged_is_said_so() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let id = server.create(microvms.small()).await;
+    server.destroy(&id).await;
+    // A copy of the image in its place, of which other tests have the original.
+    let images: Vec<PathBuf> = std::fs::read_dir(manager_dir(&server).join("images"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "ext4"))
+        .collect();
+    for image in &images {
+        let size = image.metadata().unwrap().len();
+        std::fs::remove_file(image).unwrap();
+        std::fs::File::create(image).unwrap().set_len(size).unwrap();
+    }
+    fails_and_falls_back(
+        &microvms,
+        &server,
+        &["ended before its agent was ready", "the root disk can't be mounted"],
+    )
+    .await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_microvm_that_dies_is_started_again_with_its_disk() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let id = server.create(microvms.small()).await;
+    server.bash(&id, "echo kept > file; sync").await;
+    let path = format!("/v1/machines/{id}");
+    // Its kernel panics, then its process is killed from outside.
+    for (how, expected) in [("panic", "Kernel panic"), ("kill", "its process has ended")] {
+        let before = ask_manager(&manager_dir(&server), "GET", &path, None).await.ok();
+        if how == "panic" {
+            server.begin(&id, "sleep 0.2; echo c > /proc/sysrq-trigger").await;
+        } else {
+            run("kill", &["-KILL", &before["pid"].to_string()]);
+        }
+        let begun = Instant::now();
+        loop {
+            let now = ask_manager(&manager_dir(&server), "GET", &path, None).await.ok();
+            if now["phase"] == "stopped" {
+                assert!(now["ended"].as_str().unwrap().contains(expected), "{now}");
+                break;
+            }
+            assert!(begun.elapsed() < microvms.patience(Duration::from_secs(3)), "{how}: {now}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        assert_eq!(server.bash(&id, "cat file").await, "kept\n", "{how}");
+        let after = ask_manager(&manager_dir(&server), "GET", &path, None).await.ok();
+        assert_ne!(after["pid"], before["pid"], "{how}");
+    }
+    server.destroy(&id).await;
+    microvms.keep_images(&manager_dir(&server));
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_guest_that_floods_its_console_and_its_vsock_floods_nobody_else() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let id = server.create(microvms.small()).await;
+    server.begin(&id, "cat /dev/zero | tr '\\0' x > /dev/console").await;
+    // Connections to all that might listen on the host, and to its own agent's port there.
+    let connect = "perl -e 'for $port (22, 52, 1024, 1025, 1026) { socket(my $s, 40, 1, 0) or die; \
+                   connect($s, pack(\"SSLLx4\", 40, 0, $port, 2)) and print \"$port \" } print \"done\"'";
+    assert_eq!(server.bash(&id, connect).await, "done");
+    assert_eq!(server.bash(&id, "echo still here").await, "still here\n");
+    let directory = manager_dir(&server);
+    // Beside its disk there is what is written down of it, and nothing of what it printed.
+    let files = std::fs::read_dir(directory.join("machines").join(&id)).unwrap().flatten();
+    let files = files.filter(|entry| entry.file_name() != "disk.ext4");
+    let taken: u64 = files.map(|entry| entry.metadata().unwrap().len()).sum();
+    assert!(taken < 64 << 10, "what it printed is kept: {taken} bytes");
+    let health = ask_manager(&directory, "GET", "/v1/health", None).await.ok();
+    assert_eq!(health["healthy"], true, "{health}");
+    server.destroy(&id).await;
+    microvms.keep_images(&directory);
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_manager_that_is_away_frozen_or_back_is_survived() {
+    let microvms = Microvms::find(BINARY);
+    let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
+    let url = manager.url();
+    let settings = [("FIRECRACKER_MANAGER_URL", url.as_str()), ("EMERGENT_FIRECRACKER", "true")];
+    let server = TestServer::start_with(BINARY, &settings).await;
+    let id = server.create(microvms.small()).await;
+    server.bash(&id, "echo kept > file").await;
+    let pid = manager.request("GET", &format!("/v1/machines/{id}"), None).await.ok()["pid"].clone();
+    manager.kill();
+    // Away: a clear error, and another provider for what is new.
+    let refused = server.tool(&id, "bash", json!({ "command": "true" })).await;
+    assert!((500..600).contains(&refused.status), "{refused:?}");
+    assert!(message(&refused).contains("does not answer"), "{refused:?}");
+    let mut asked = microvms.small();
+    asked["provider"] = json!("auto");
+    let elsewhere = server.request("POST", WORKSPACES, Some(asked)).await;
+    let elsewhere = match elsewhere.status {
+        201 => elsewhere.ok(),
+        // Its last check was before that.
+        _ => panic!("{elsewhere:?}"),
+    };
+    assert_eq!(elsewhere["provider"], "gvisor");
+    server.destroy(elsewhere["id"].as_str().unwrap()).await;
+    // Back: the microVM has noticed nothing.
+    manager.start_again(&[]).await;
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    assert_eq!(manager.request("GET", &format!("/v1/machines/{id}"), None).await.ok()["pid"], pid);
+    // Frozen: bounded.
+    run("kill", &["-STOP", &manager.pid().to_string()]);
+    let begun = Instant::now();
+    let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
+    assert!(refused.status >= 500, "{refused:?}");
+    run("kill", &["-CONT", &manager.pid().to_string()]);
+    assert!(begun.elapsed() < Duration::from_secs(180), "it took {:?}", begun.elapsed());
+    assert_eq!(server.bash(&id, "cat file").await, "kept\n");
+    server.destroy(&id).await;
+    // What the frozen creation might have made is removed by the server when it looks again.
+    let begun = Instant::now();
+    while !left(manager.directory()).is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(90), "{:?}", left(manager.directory()));
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    server.stop();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}
+
+#[tokio::test]
+async fn a_wrong_token_opens_nothing() {
+    let microvms = Microvms::find(BINARY);
+    let manager = TestManager::start(&microvms, BINARY, &[]).await;
+    for path in ["/v1/health", "/v1/machines", "/v1/nowhere"] {
+        for token in ["", "wrong"] {
+            let refused = ask_manager_as(manager.directory(), token, "GET", path, None).await;
+            assert_eq!(refused.error(401), "unauthorized");
+        }
+    }
+    let url = manager.url();
+    let settings = [
+        ("FIRECRACKER_MANAGER_URL", url.as_str()),
+        ("FIRECRACKER_MANAGER_TOKEN", "wrong"),
+        ("EMERGENT_FIRECRACKER", "true"),
+    ];
+    let server = TestServer::start_with(BINARY, &settings).await;
+    let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
+    assert!(message(&refused).contains("refuses the token (FIRECRACKER_MANAGER_TOKEN)"), "{refused:?}");
+    assert!(!server.log().contains("wrong\""), "{}", server.log());
+    server.stop();
+    manager.stop();
+}
+
+#[tokio::test]
+async fn a_host_without_room_is_asked_before() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let mut asked = microvms.small();
+    asked["resource_limits"]["memory"] = json!("900G");
+    let refused = server.request("POST", WORKSPACES, Some(asked)).await;
+    let said = message(&refused);
+    assert!(said.contains("of memory left") || said.contains("resource_limits"), "{said}");
+    let mut asked = microvms.small();
+    asked["resource_limits"]["disk"] = json!("64M");
+    let refused = server.request("POST", WORKSPACES, Some(asked)).await;
+    assert!(message(&refused).contains("disk"), "{refused:?}");
+    assert_eq!(left(&manager_dir(&server)), Vec::<String>::new());
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_full_disk_is_said_and_leaves_nothing() {
+    let microvms = Microvms::find(BINARY);
+    // The manager's directory is a small disk of its own, which the janitor unmounts.
+    let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
+    manager.terminate();
+    let directory = manager.directory().to_owned();
+    run("mount", &["-t", "tmpfs", "-o", "size=900M", "small", directory.to_str().unwrap()]);
+    manager.start_again(&[]).await;
+    let image = manager.image().await;
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": image,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    let path = format!("/v1/machines/{}", WorkspaceId::generate());
+    let refused = manager.request("PUT", &path, Some(asked)).await;
+    let said = message(&refused);
+    assert!(said.contains("making the disk") && said.contains("MiB are left on the host's disk"), "{said}");
+    assert_eq!(left(&directory), Vec::<String>::new());
+    manager.request("GET", &path, None).await.error(404);
+    // An image that does not fit leaves no half of it.
+    run(
+        "dd",
+        &[
+            "if=/dev/zero",
+            &format!("of={}", directory.join("filler").display()),
+            "bs=1M",
+            "count=600",
+            "status=none",
+        ],
+    );
+    let refused = manager.put_image("/v1/images/another", "emergent/workspace:latest").await;
+    assert!(message(&refused).contains("No space left"), "{refused:?}");
+    assert_eq!(left(&directory), Vec::<String>::new());
+    manager.stop();
+}
+
+#[tokio::test]
+async fn an_interface_of_somebody_else_is_left_alone() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let identity: Value =
+        serde_json::from_slice(&std::fs::read(manager_dir(&server).join("manager.json")).unwrap()).unwrap();
+    let name = format!("fc{:06x}-0", identity["manager"].as_u64().unwrap());
+    run("ip", &["link", "add", &name, "type", "veth", "peer", "name", &format!("{name}p")]);
+    fails_and_falls_back(&microvms, &server, &[&name, "somebody else"]).await;
+    let kind = run("ip", &["-d", "link", "show", &name]);
+    assert!(kind.contains("veth"), "{kind}");
+    run("ip", &["link", "delete", &name]);
+    let id = server.create(microvms.small()).await;
+    server.destroy(&id).await;
+    microvms.keep_images(&manager_dir(&server));
+    server.stop();
+}
+
+#[tokio::test]
+async fn rules_that_others_take_away_come_back() {
+    let microvms = Microvms::find(BINARY);
+    let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    let path = format!("/v1/machines/{}", WorkspaceId::generate());
+    let made = manager.request("PUT", &path, Some(asked)).await.ok();
+    let interface = made["interface"].as_str().unwrap();
+    let prefix = interface.rsplit_once('-').unwrap().0;
+    let count = || run("iptables-save", &[]).lines().filter(|line| line.contains(prefix)).count();
+    let before = count();
+    assert!(before > 20, "{before}");
+    let (parent, chain) = (["-t", "filter", "-D", "FORWARD", "-i"], format!("{prefix}-fwd"));
+    run("iptables", &[&["-w", "5"], &parent[..], &[&format!("{prefix}-+"), "-j", &chain]].concat());
+    run("iptables", &["-w", "5", "-t", "filter", "-F", &chain]);
+    assert!(count() < before);
+    // A manager that starts looks at them, as one that runs does each minute.
+    manager.terminate();
+    manager.start_again(&[]).await;
+    assert_eq!(count(), before);
+    manager.request("DELETE", &path, None).await.ok();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}
+
+#[tokio::test]
+async fn a_manager_without_root_says_so() {
+    let microvms = Microvms::find(BINARY);
+    let directory = tempfile::tempdir().unwrap();
+    let data = directory.path().join("manager");
+    std::fs::create_dir(&data).unwrap();
+    run("chown", &["65534", data.to_str().unwrap()]);
+    run("chmod", &["755", directory.path().to_str().unwrap()]);
+    // Its binary may lie where nobody else may look.
+    let program = directory.path().join("emergent");
+    std::fs::copy(BINARY, &program).unwrap();
+    let mut process = Command::new("setpriv")
+        .args(["--reuid", "65534", "--regid", "65534", "--clear-groups"])
+        .arg(&program)
+        .args(["firecracker-manager", "--data-dir"])
+        .arg(&data)
+        .envs(microvms.environment(&[]))
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .current_dir(&data)
+        .spawn()
+        .unwrap();
+    let begun = Instant::now();
+    while !data.join("manager.sock").exists() {
+        assert!(begun.elapsed() < Duration::from_secs(30) && process.try_wait().unwrap().is_none());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let health = ask_manager(&data, "GET", "/v1/health", None).await.ok();
+    process.kill().unwrap();
+    process.wait().unwrap();
+    assert_eq!(health["healthy"], false);
+    assert!(health["errors"].to_string().contains("needs root"), "{health}");
+}
+
+#[tokio::test]
+async fn twenty_at_once_get_twenty_slots() {
+    let microvms = Microvms::find(BINARY);
+    let manager = TestManager::start(&microvms, BINARY, &[("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "280")]).await;
+    let mut asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    asked["limits"]["memory"] = json!("160M");
+    let paths: Vec<String> = (0..20).map(|_| format!("/v1/machines/{}", WorkspaceId::generate())).collect();
+    let made = join_all(paths.iter().map(|path| manager.request("PUT", path, Some(asked.clone())))).await;
+    let mut seen: [HashSet<String>; 3] = Default::default();
+    for machine in made.into_iter().map(Answer::ok) {
+        assert_eq!(machine["phase"], "running");
+        for (set, field) in seen.iter_mut().zip(["interface", "address", "pid"]) {
+            assert!(set.insert(machine[field].to_string()), "{field} twice: {machine}");
+        }
+    }
+    let health = manager.request("GET", "/v1/health", None).await.ok();
+    assert_eq!(health["active_vms"], 20);
+    join_all(paths.iter().map(|path| manager.request("DELETE", path, None))).await.into_iter().for_each(
+        |gone| {
+            assert_eq!(gone.status, 204, "{gone:?}");
+        },
+    );
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}

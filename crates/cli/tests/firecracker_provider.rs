@@ -1,0 +1,432 @@
+//! The scenarios of the Firecracker provider's requirements, each as a test named after its title.
+//!
+//! A real Linux boots in each of them: on Firecracker where the machine has one, else on QEMU behind a double of it.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use emergent_test_support::internet::Internet;
+use emergent_test_support::microvm::{Microvms, TestManager, ask_manager};
+use emergent_test_support::server::{TestServer, run};
+use serde_json::{Value, json};
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+/// A server that is its own manager.
+async fn start(more: &[(&str, &str)]) -> (Microvms, TestServer) {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, more).await;
+    (microvms, server)
+}
+
+fn manager_dir(server: &TestServer) -> PathBuf {
+    server.data_dir().join("firecracker")
+}
+
+/// A microVM as its manager sees it.
+async fn machine(server: &TestServer, id: &str) -> Value {
+    ask_manager(&manager_dir(server), "GET", &format!("/v1/machines/{id}"), None).await.ok()
+}
+
+fn disk(server: &TestServer, id: &str) -> PathBuf {
+    manager_dir(server).join("machines").join(id).join("disk.ext4")
+}
+
+/// What a microVM's file systems say of themselves.
+fn file_system(disk: &Path) -> String {
+    run("dumpe2fs", &["-h", disk.to_str().unwrap()])
+}
+
+/// Keeps what was made for the next test, and ends.
+fn end(microvms: &Microvms, server: TestServer) {
+    microvms.keep_images(&manager_dir(&server));
+    server.stop();
+}
+
+/// Whether a command in a workspace gets a connection.
+async fn reaches(server: &TestServer, id: &str, address: &str) -> bool {
+    let (host, port) = address.rsplit_once(':').unwrap();
+    let command = format!("timeout 10 bash -c 'exec 3<>/dev/tcp/{host}/{port}'");
+    let answer = server.tool(id, "bash", json!({ "command": command })).await.ok();
+    answer["exit_code"] == 0
+}
+
+#[tokio::test]
+async fn create_microvm_with_default_configuration() {
+    let (microvms, server) = start(&[]).await;
+    let created = server.request("POST", WORKSPACES, Some(json!({}))).await;
+    assert_eq!(created.status, 201, "{}", created.body);
+    let created = created.ok();
+    assert_eq!((&created["status"], &created["provider"]), (&json!("ready"), &json!("firecracker")));
+    assert_eq!(created["resource_limits"], json!({ "cpu": "2", "memory": "4G", "disk": "10G" }));
+    let id = created["id"].as_str().unwrap();
+    let machine = machine(&server, id).await;
+    assert_eq!((&machine["phase"], &machine["vcpus"]), (&json!("running"), &json!(2)));
+    assert_eq!(std::fs::metadata(disk(&server, id)).unwrap().len(), 10 << 30);
+    assert!(
+        Path::new("/sys/class/net").join(machine["interface"].as_str().unwrap()).join("tun_flags").exists()
+    );
+    // A kernel of its own, with all the memory and the disk that it was given.
+    assert_ne!(server.bash(id, "uname -r").await, run("uname", &["-r"]));
+    let memory: u64 =
+        server.bash(id, "awk '/MemTotal/ { print $2 }' /proc/meminfo").await.trim().parse().unwrap();
+    assert!((3_700_000..4_200_000).contains(&memory), "{memory} KiB");
+    let blocks: u64 = server.bash(id, "stat -f -c '%b * %S' / | xargs expr").await.trim().parse().unwrap();
+    assert!(blocks > 9 << 30, "{blocks} bytes");
+    if !microvms.is_real() {
+        assert_eq!(server.bash(id, "nproc").await, "2\n");
+    }
+    let providers = server.request("GET", &format!("{WORKSPACES}/providers"), None).await.ok();
+    let own =
+        providers["providers"].as_array().unwrap().iter().find(|one| one["name"] == "firecracker").unwrap();
+    assert_eq!((&own["status"], &own["capabilities"]["isolation"]), (&json!("healthy"), &json!("microvm")));
+    assert!(own["capabilities"]["startup_latency_ms"].as_u64().unwrap() > 0, "{own}");
+    server.destroy(id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn create_microvm_with_custom_resource_limits() {
+    let (microvms, server) = start(&[]).await;
+    let limits = json!({ "cpu": "4", "memory": "8G", "disk": "20G" });
+    let asked = json!({ "provider": "firecracker", "resource_limits": limits });
+    let id = server.create(asked).await;
+    let machine = machine(&server, &id).await;
+    assert_eq!((&machine["vcpus"], &machine["limits"]), (&json!(4), &limits));
+    assert_eq!(std::fs::metadata(disk(&server, &id)).unwrap().len(), 20 << 30);
+    let memory = server.bash(&id, "awk '/MemTotal/ { print $2 }' /proc/meminfo").await;
+    assert!(memory.trim().parse::<u64>().unwrap() > 7_600_000, "{memory} KiB");
+    if !microvms.is_real() {
+        assert_eq!(server.bash(&id, "nproc").await, "4\n");
+    }
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn kvm_not_available() {
+    let settings = [("FIRECRACKER_REQUIRE_KVM", "true"), ("FIRECRACKER_KVM_DEVICE", "/dev/no-kvm-here")];
+    let (microvms, server) = start(&settings).await;
+    let asked = json!({ "provider": "firecracker" });
+    let refused = server.request("POST", WORKSPACES, Some(asked)).await;
+    let message = refused.body["error"]["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("KVM not available: /dev/no-kvm-here does not exist"), "{message}");
+    assert_eq!(refused.error(503), "unavailable");
+    // With `auto` the next provider is taken, and the answer says why.
+    let created = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
+    assert_eq!(created["provider"], "gvisor");
+    let rejected = created["placement"]["rejected"][0].clone();
+    assert_eq!(rejected["provider"], "firecracker", "{created}");
+    assert!(rejected["reason"].as_str().unwrap().contains("KVM not available"), "{rejected}");
+    server.destroy(created["id"].as_str().unwrap()).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn destroy_running_microvm() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    let machine = machine(&server, &id).await;
+    let process = PathBuf::from(format!("/proc/{}", machine["pid"]));
+    assert!(process.exists());
+    server.bash(&id, "nohup sleep 1000 >/dev/null 2>&1 &").await;
+    server.destroy(&id).await;
+    assert!(!process.exists(), "its process lives");
+    assert!(!disk(&server, &id).exists(), "its disk is there");
+    let jail = manager_dir(&server).join("jails/firecracker").join(&id);
+    assert!(!jail.exists(), "its jail is there");
+    ask_manager(&manager_dir(&server), "GET", &format!("/v1/machines/{id}"), None).await.error(404);
+    let held = Command::new("pgrep").args(["-f", &id]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&held.stdout), "", "a process of it lives");
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn destroy_stopped_microvm() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+    assert_eq!(machine(&server, &id).await["phase"], "stopped");
+    assert!(disk(&server, &id).exists());
+    server.destroy(&id).await;
+    assert!(!manager_dir(&server).join("machines").join(&id).exists());
+    ask_manager(&manager_dir(&server), "GET", &format!("/v1/machines/{id}"), None).await.error(404);
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn execute_bash_command_via_internal_agent() {
+    let (microvms, server) = start(&[]).await;
+    let mut asked = microvms.small();
+    asked["environment"] = json!({ "GREETING": "hello" });
+    let id = server.create(asked).await;
+    let command = "echo \"$GREETING from $(cat /proc/1/comm)\"; echo oops >&2; exit 7";
+    let answer = server.tool(&id, "bash", json!({ "command": command })).await.ok();
+    assert_eq!((&answer["stdout"], &answer["stderr"]), (&json!("hello from init\n"), &json!("oops\n")));
+    assert_eq!(answer["exit_code"], 7);
+    // No port is open on its network: the channel is the only way in.
+    let sockets = server.bash(&id, "cat /proc/net/tcp /proc/net/udp | grep -v local_address || true").await;
+    assert_eq!(sockets, "");
+    let late = server
+        .tool(&id, "bash", json!({ "command": "echo begun; sleep 100", "timeout_ms": 1000 }))
+        .await
+        .ok();
+    assert_eq!(
+        (&late["timed_out"], &late["exit_code"], &late["stdout"]),
+        (&json!(true), &Value::Null, &json!("begun\n"))
+    );
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn file_operations_via_internal_agent() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    server.tool(&id, "write", json!({ "path": "src/a.txt", "content": "one\ntwo\n" })).await.ok();
+    let edited = server
+        .tool(&id, "edit", json!({ "path": "src/a.txt", "old_string": "two", "new_string": "2" }))
+        .await
+        .ok();
+    assert_eq!(edited["replacements"], 1);
+    let read = server.tool(&id, "read", json!({ "path": "src/a.txt" })).await.ok();
+    assert_eq!(read["content"], "1: one\n2: 2");
+    let found = server.tool(&id, "glob", json!({ "pattern": "**/*.txt" })).await.ok();
+    assert_eq!(found["matches"], json!(["/workspace/src/a.txt"]));
+    let found = server.tool(&id, "grep", json!({ "pattern": "^2$" })).await.ok();
+    assert_eq!(found["matches"][0]["line_number"], 2);
+    // On the microVM's own disk.
+    assert_eq!(server.bash(&id, "cat /workspace/src/a.txt; stat -f -c %T .").await, "one\n2\next2/ext3\n");
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn workspace_has_network_access() {
+    let (microvms, server) = start(&[]).await;
+    let internet = Internet::start();
+    let listener = internet.listen();
+    let outside = listener.local_addr().unwrap().to_string();
+    let id = server.create(microvms.small()).await;
+    let machine = machine(&server, &id).await;
+    let (interface, address) = (machine["interface"].as_str().unwrap(), machine["address"].as_str().unwrap());
+    assert!(reaches(&server, &id, &outside).await, "the internet is not reached\n{}", server.log());
+    // From an address that the outside can answer: the host's.
+    let (_, peer) = listener.accept().unwrap();
+    assert_ne!(peer.ip().to_string(), address);
+    let routes = server.bash(&id, "cat /proc/net/route; cat /sys/class/net/*/address; hostname -I").await;
+    assert!(routes.contains(address), "{routes}");
+    assert!(run("iptables", &["-w", "5", "-t", "nat", "-S"]).contains("MASQUERADE"));
+    // The host, private networks, the metadata service and other microVMs are not reached.
+    let on_host = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
+    let port = on_host.local_addr().unwrap().port();
+    let gateway = run("ip", &["-4", "-o", "addr", "show", "dev", interface]);
+    let gateway = gateway.split_ascii_whitespace().nth(3).unwrap().split('/').next().unwrap().to_owned();
+    let private = Internet::start_private();
+    let private_listener = private.listen();
+    let other = server.create(microvms.small()).await;
+    let other_address = self::machine(&server, &other).await["address"].as_str().unwrap().to_owned();
+    assert_ne!(other_address, address);
+    server.begin(&other, "timeout 600 perl -MIO::Socket -e '$s = IO::Socket::INET->new(LocalPort => 8000, Listen => 5); $s->accept while 1'").await;
+    for closed in [
+        format!("{gateway}:{port}"),
+        private_listener.local_addr().unwrap().to_string(),
+        "169.254.169.254:80".to_owned(),
+        format!("{other_address}:8000"),
+    ] {
+        assert!(!reaches(&server, &id, &closed).await, "{closed} is reached");
+    }
+    assert!(reaches(&server, &id, &outside).await);
+    server.destroy(&other).await;
+    server.destroy(&id).await;
+    let rules = run("iptables-save", &[]);
+    assert!(!rules.contains(address), "{rules}");
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn isolated_network_mode() {
+    let (microvms, server) = start(&[]).await;
+    let internet = Internet::start();
+    let listener = internet.listen();
+    let mut asked = microvms.small();
+    asked["network"] = json!("isolated");
+    let id = server.create(asked).await;
+    let machine = machine(&server, &id).await;
+    let (interface, address) = (machine["interface"].as_str().unwrap(), machine["address"].as_str().unwrap());
+    assert!(Path::new("/sys/class/net").join(interface).exists());
+    // The channel works …
+    assert_eq!(server.bash(&id, "echo in touch").await, "in touch\n");
+    // … and nothing else, also with a route that root in the microVM sets.
+    assert!(!run("iptables-save", &["-t", "nat"]).contains(address));
+    let outside = listener.local_addr().unwrap().to_string();
+    assert!(!reaches(&server, &id, &outside).await);
+    let routes = server.bash(&id, "cat /proc/net/route").await;
+    assert_eq!(routes.lines().count(), 2, "{routes}");
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn create_block_device_for_new_workspace() {
+    use std::os::unix::fs::MetadataExt;
+    let (microvms, server) = start(&[]).await;
+    let mut asked = microvms.small();
+    asked["resource_limits"]["disk"] = json!("5G");
+    let id = server.create(asked).await;
+    let file = std::fs::metadata(disk(&server, &id)).unwrap();
+    assert_eq!(file.len(), 5 << 30);
+    // Sparse: what the image holds, and a little.
+    assert!(file.blocks() * 512 < 1 << 30, "{} MiB", (file.blocks() * 512) >> 20);
+    assert_eq!(server.bash(&id, "awk '$2 == \"/\" { print $1, $3 }' /proc/mounts").await, "/dev/vda ext4\n");
+    // The limit is one.
+    let full = server.tool(&id, "bash", json!({ "command": "fallocate -l 6G /workspace/big" })).await.ok();
+    assert!(full["stderr"].as_str().unwrap().contains("No space left"), "{full}");
+    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+    let described = file_system(&disk(&server, &id));
+    assert!(described.contains("Filesystem state:         clean"), "{described}");
+    run("e2fsck", &["-f", "-n", disk(&server, &id).to_str().unwrap()]);
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn copy_on_write_for_warm_pool() {
+    use std::os::unix::fs::MetadataExt;
+    let (microvms, server) = start(&[]).await;
+    let mut shape = microvms.small();
+    shape["size"] = json!(1);
+    server.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
+    server.wait_for_pool(1).await;
+    let mut asked = microvms.small();
+    asked["environment"] = json!({ "NAME": "claimed" });
+    let created = server.request("POST", WORKSPACES, Some(asked)).await.ok();
+    assert_eq!(created["placement"]["warm_hit"], true, "{created}");
+    let id = created["id"].as_str().unwrap();
+    assert_eq!(server.bash(id, "echo $NAME").await, "claimed\n");
+    // A clone of the image that is much larger than what it takes.
+    let file = std::fs::metadata(disk(&server, id)).unwrap();
+    assert_eq!(file.len(), 1 << 30);
+    assert!(file.blocks() * 512 < 512 << 20, "{} MiB", (file.blocks() * 512) >> 20);
+    server.turn_pool_off().await;
+    server.destroy(id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn block_device_persists_across_stop_resume() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    server
+        .bash(&id, "echo kept > /workspace/file; echo also > /srv/other; ln -s file link; chmod 640 file")
+        .await;
+    let boot = server.bash(&id, "cat /proc/sys/kernel/random/boot_id").await;
+    for _ in 0..2 {
+        server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+        assert_eq!(machine(&server, &id).await["pid"], Value::Null);
+        server.request("POST", &format!("{WORKSPACES}/{id}/resume"), None).await.ok();
+        assert_eq!(server.bash(&id, "cat link /srv/other; stat -c %a file").await, "kept\nalso\n640\n");
+        assert_ne!(server.bash(&id, "cat /proc/sys/kernel/random/boot_id").await, boot);
+    }
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn manager_starts_successfully() {
+    let microvms = Microvms::find(BINARY);
+    let manager = TestManager::start(&microvms, BINARY, &[]).await;
+    let log = manager.log();
+    assert!(log.contains(&format!("listening on {}", manager.url())), "{log}");
+    let health = manager.request("GET", "/v1/health", None).await.ok();
+    assert_eq!((&health["healthy"], &health["errors"]), (&json!(true), &json!([])), "{health}");
+    for program in ["firecracker", "jailer"] {
+        assert!(health[program].as_str().unwrap().starts_with("v1."), "{health}");
+    }
+    // A server on the same host finds its token.
+    let (url, own) = (manager.url(), ("FIRECRACKER_MANAGER_URL", manager.url()));
+    let server = TestServer::start_with(BINARY, &[(own.0, &url), ("EMERGENT_FIRECRACKER", "true")]).await;
+    let id = server.create(microvms.small()).await;
+    assert_eq!(server.bash(&id, "echo through a manager").await, "through a manager\n");
+    // It is another server's as much as this one's: what it made it can list by itself.
+    let listed = manager
+        .request("GET", &format!("/v1/machines?installation={}", server.installation()), None)
+        .await
+        .ok();
+    assert_eq!(listed["machines"][0]["id"], json!(id));
+    server.destroy(&id).await;
+    server.stop();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}
+
+#[tokio::test]
+async fn manager_health_check() {
+    let microvms = Microvms::find(BINARY);
+    let settings = [("FIRECRACKER_MAX_VMS", "7"), ("FIRECRACKER_WARM_POOL_SIZE", "3")];
+    let manager = TestManager::start(&microvms, BINARY, &settings).await;
+    let health = manager.request("GET", "/v1/health", None).await.ok();
+    assert_eq!((&health["active_vms"], &health["max_vms"]), (&json!(0), &json!(7)), "{health}");
+    assert_eq!(health["warm_pool_size"], 3);
+    assert!(health["kvm_available"].is_boolean(), "{health}");
+    for resource in ["cpus", "memory_bytes", "disk_bytes"] {
+        assert!(health["available"][resource].as_u64().unwrap() > 0, "{health}");
+    }
+    manager.stop();
+    // What is wrong is said, each with what to do.
+    let settings = [
+        ("FIRECRACKER_REQUIRE_KVM", "true"),
+        ("FIRECRACKER_KVM_DEVICE", "/dev/null"),
+        ("FIRECRACKER_BIN", "/nonexistent/firecracker"),
+        ("FIRECRACKER_KERNEL", "/nonexistent/kernel"),
+    ];
+    let manager = TestManager::start(&microvms, BINARY, &settings).await;
+    let health = manager.request("GET", "/v1/health", None).await.ok();
+    assert_eq!((&health["healthy"], &health["kvm_available"]), (&json!(false), &json!(false)));
+    let errors = health["errors"].to_string();
+    for part in [
+        "KVM not available",
+        "/nonexistent/firecracker",
+        "/nonexistent/kernel",
+        "emergent firecracker install",
+    ] {
+        assert!(errors.contains(part), "{errors}");
+    }
+    manager.stop();
+}
+
+#[tokio::test]
+async fn manager_handles_concurrent_vm_requests() {
+    let microvms = Microvms::find(BINARY);
+    let most = if microvms.is_real() { 4 } else { 5 };
+    let settings = [("FIRECRACKER_MAX_VMS", most.to_string())];
+    let settings: Vec<(&str, &str)> = settings.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    let (microvms, server) = { (microvms, Microvms::find(BINARY).start(BINARY, &settings).await) };
+    let asked = microvms.small();
+    // One more than there is room for.
+    let creates = (0..=most).map(|_| server.request("POST", WORKSPACES, Some(asked.clone())));
+    let answers = futures_util::future::join_all(creates).await;
+    let (made, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(|answer| answer.status == 201);
+    assert_eq!((made.len(), refused.len()), (most, 1), "{made:?} {refused:?}");
+    assert!(
+        refused[0].body["error"]["message"].as_str().unwrap().contains("FIRECRACKER_MAX_VMS"),
+        "{refused:?}"
+    );
+    let mut seen: [HashSet<String>; 4] = Default::default();
+    let mut ids = Vec::new();
+    for created in made {
+        let id = created.body["id"].as_str().unwrap().to_owned();
+        let machine = machine(&server, &id).await;
+        for (set, field) in seen.iter_mut().zip(["interface", "address", "pid"]) {
+            assert!(set.insert(machine[field].to_string()), "{field} twice: {machine}");
+        }
+        assert!(seen[3].insert(server.bash(&id, "hostname; cat /etc/machine-id").await));
+        ids.push(id);
+    }
+    futures_util::future::join_all(ids.iter().map(|id| server.destroy(id))).await;
+    end(&microvms, server);
+}

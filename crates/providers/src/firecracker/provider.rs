@@ -1,0 +1,245 @@
+//! The provider itself.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use async_trait::async_trait;
+use emergent_failpoint::failpoint;
+use emergent_guest_client::GuestClient;
+use emergent_wire::id::InstallationId;
+use emergent_wire::manager::{
+    Machine, MachineList, MachinePhase, MachineRequest, MachineSnapshot, MachineSnapshotList,
+    MachineSnapshotRequest, ManagerHealth,
+};
+use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, ProviderName};
+use emergent_wire::{SnapshotId, WorkspaceId};
+use secrecy::SecretString;
+
+use super::client::Client;
+use super::images::Images;
+use crate::container::Engine;
+use crate::error::ProviderError;
+use crate::sandbox::{
+    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure,
+};
+use crate::starts::Starts;
+
+/// How to reach a manager, and where images come from.
+#[derive(Clone, Debug)]
+pub struct FirecrackerOptions {
+    /// Who owns what is made.
+    pub installation: InstallationId,
+    /// Where the manager listens: `unix:/path`, `https://host:port` or `http://host:port`.
+    pub url: String,
+    /// The manager's token.
+    pub token: SecretString,
+    /// A certificate that the manager's is checked against, instead of those that the host trusts.
+    pub ca_certificate: Option<PathBuf>,
+    /// The Docker engine's address; `DOCKER_HOST` or the usual socket unless given.
+    pub docker_host: Option<String>,
+    /// A directory of this host's servers of the installation.
+    pub data_dir: PathBuf,
+}
+
+/// MicroVMs of a manager.
+pub struct FirecrackerProvider {
+    installation: InstallationId,
+    client: Client,
+    images: Images,
+    starts: Starts,
+}
+
+fn machine(id: WorkspaceId) -> String {
+    format!("/v1/machines/{id}")
+}
+
+fn snapshot(id: SnapshotId) -> String {
+    format!("/v1/snapshots/{id}")
+}
+
+impl FirecrackerProvider {
+    /// A provider on the manager that the options name. Nothing is asked of it yet.
+    pub fn new(options: &FirecrackerOptions) -> Result<Self, ProviderError> {
+        let client = Client::new(&options.url, options.token.clone(), options.ca_certificate.as_deref());
+        let client =
+            client.map_err(|error| ProviderError::failed("the address of the Firecracker manager", error))?;
+        let engine = Engine::open(options.docker_host.as_deref())
+            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
+        let lock = options.data_dir.join("image-export.lock");
+        let images = Images { engine, installation: options.installation, lock };
+        Ok(Self { installation: options.installation, client, images, starts: Starts::default() })
+    }
+
+    /// A channel to a microVM that runs, configured.
+    async fn greet(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        let stream = self.client.channel(&format!("{}/channel", machine(spec.id))).await?;
+        let (reader, writer) = tokio::io::split(stream);
+        let channel = GuestClient::connect(reader, writer)
+            .await
+            .map_err(|error| ProviderError::failed("greeting the guest agent", error))?;
+        failpoint!("sandbox.greeted");
+        self.configure(spec, &channel).await?;
+        Ok(channel)
+    }
+
+    async fn sandbox(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let channel = self.greet(spec).await?;
+        Ok(Sandbox { channel, disk_quota: DiskQuota::Enforced, warnings: self.warnings(spec).await })
+    }
+
+    async fn machine(&self, id: WorkspaceId) -> Result<Machine, ProviderError> {
+        self.client.get(&machine(id)).await
+    }
+}
+
+#[async_trait]
+impl WorkspaceProvider for FirecrackerProvider {
+    fn name(&self) -> ProviderName {
+        ProviderName::Firecracker
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            isolation: IsolationLevel::Microvm,
+            persistence: true,
+            snapshots: true,
+            warm_pool: true,
+            requires: ["kvm", "firecracker"].map(str::to_owned).to_vec(),
+            disk_quota: DiskQuota::Enforced,
+            startup_latency_ms: self.starts.typical_ms(),
+        }
+    }
+
+    fn sandbox_name(&self, id: WorkspaceId) -> String {
+        format!("microvm-{id}")
+    }
+
+    async fn health(&self) -> Health {
+        match self.client.get::<ManagerHealth>("/v1/health").await {
+            Ok(health) => Health {
+                problem: (!health.healthy).then(|| health.errors.join("; ")),
+                note: (!health.notes.is_empty()).then(|| health.notes.join("; ")),
+                available: Some(health.available),
+            },
+            Err(error) => Health { problem: Some(error.to_string()), note: None, available: None },
+        }
+    }
+
+    async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let image = self.images.ensure(&self.client, &spec.image).await?;
+        let begun = Instant::now();
+        let request = MachineRequest {
+            installation: self.installation,
+            image,
+            limits: spec.limits,
+            network: spec.network,
+            snapshot: spec.snapshot,
+        };
+        let _: Machine = self.client.put(&machine(spec.id), &request).await?;
+        failpoint!("sandbox.made");
+        let sandbox = self.sandbox(spec).await?;
+        self.starts.remember(begun.elapsed());
+        Ok(sandbox)
+    }
+
+    async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        self.client.delete(&machine(id)).await
+    }
+
+    async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        let stopped: Result<Machine, _> = self.client.end(&format!("{}/stop", machine(id))).await;
+        stopped.map(drop)
+    }
+
+    async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        let _: Machine = self.client.start(&format!("{}/start", machine(spec.id))).await?;
+        failpoint!("sandbox.started");
+        self.sandbox(spec).await
+    }
+
+    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+        self.stop(spec.id).await?;
+        self.resume(spec).await
+    }
+
+    async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        self.greet(spec).await
+    }
+
+    async fn warnings(&self, _spec: &SandboxSpec) -> Vec<String> {
+        Vec::new()
+    }
+
+    async fn configure(&self, spec: &SandboxSpec, channel: &GuestClient) -> Result<(), ProviderError> {
+        let Some(mut configuration) = spec.configuration.clone() else {
+            return Ok(());
+        };
+        configuration.memory_bytes = Some(spec.limits.memory.bytes());
+        configure(channel, configuration).await
+    }
+
+    async fn image_digest(&self, image: &str) -> Result<String, ProviderError> {
+        self.images.digest(image).await
+    }
+
+    async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError> {
+        let settings = self.images.settings(image).await?;
+        Ok(ImageProgram {
+            entrypoint: settings.entrypoint,
+            arguments: settings.arguments,
+            directory: settings.directory,
+            user: settings.user,
+        })
+    }
+
+    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {
+        let request = MachineSnapshotRequest { machine: id };
+        let copied: MachineSnapshot = self.client.put(&snapshot(to), &request).await?;
+        Ok(copied.bytes)
+    }
+
+    async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError> {
+        self.client.delete(&snapshot(id)).await
+    }
+
+    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        let gone_on: Result<Machine, _> = self.client.end(&format!("{}/go-on", machine(id))).await;
+        gone_on.map(drop)
+    }
+
+    async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError> {
+        let list: MachineSnapshotList = self.client.get("/v1/snapshots").await?;
+        let ours = list.snapshots.into_iter().filter(|each| each.installation == self.installation);
+        Ok(ours.map(|each| each.id).collect())
+    }
+
+    async fn explain_end(&self, id: WorkspaceId) -> Option<String> {
+        match self.machine(id).await {
+            Ok(machine) if machine.phase == MachinePhase::Running => None,
+            Ok(machine) => Some(machine.ended.unwrap_or_else(|| format!("it is {}", machine.phase))),
+            Err(ProviderError::Gone(_)) => Some("its microVM was removed".to_owned()),
+            Err(_) => None,
+        }
+    }
+
+    async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
+        self.images.sweep().await?;
+        let path = format!("/v1/machines?installation={}", self.installation);
+        let list: MachineList = self.client.get(&path).await?;
+        let observed = list.machines.into_iter().map(|machine| {
+            let state = match machine.phase {
+                MachinePhase::Running | MachinePhase::Paused | MachinePhase::Configured => {
+                    ObservedState::Running
+                }
+                MachinePhase::Stopped => ObservedState::Stopped,
+                MachinePhase::Reserved | MachinePhase::Removing => ObservedState::Remains,
+            };
+            Observed { id: machine.id, state }
+        });
+        Ok(observed.collect())
+    }
+
+    async fn retire(&self) -> Result<(), ProviderError> {
+        self.client.end("/v1/retire").await
+    }
+}
