@@ -6,6 +6,7 @@ use clap_complete::Shell;
 use crate::audit::AuditArgs;
 use crate::doctor::DoctorArgs;
 use crate::events::EventsArgs;
+use crate::firecracker_install::FirecrackerArgs;
 use crate::firecracker_manager::ManagerArgs;
 use crate::mcp::McpArgs;
 use crate::pool::PoolArgs;
@@ -52,6 +53,7 @@ pub(crate) enum Command {
     Token(TokenArgs),
     Events(EventsArgs),
     Audit(AuditArgs),
+    Firecracker(FirecrackerArgs),
     FirecrackerManager(ManagerArgs),
     /// Print completions for a shell
     #[command(after_help = "\
@@ -77,6 +79,7 @@ impl Command {
             Self::Events(args) => args.connection.json,
             Self::Audit(args) => args.connection.json,
             Self::Doctor(args) => args.json,
+            Self::Firecracker(args) => args.json(),
             Self::Serve(_) | Self::FirecrackerManager(_) | Self::Completions { .. } => false,
         }
     }

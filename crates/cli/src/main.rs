@@ -18,6 +18,7 @@ mod connection;
 mod context;
 mod doctor;
 mod events;
+mod firecracker_install;
 mod firecracker_manager;
 mod json;
 mod mcp;
@@ -71,6 +72,7 @@ fn run(command: Command) -> Result<u8> {
         Command::Token(args) => block_on(token::run(args)),
         Command::Events(args) => block_on(events::run(args)),
         Command::Audit(args) => block_on(audit::run(args)),
+        Command::Firecracker(args) => block_on(firecracker_install::run(args)),
         Command::FirecrackerManager(args) => firecracker_manager::run(&args),
         Command::Completions { shell } => {
             let mut script = Vec::new();

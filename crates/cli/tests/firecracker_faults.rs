@@ -79,17 +79,25 @@ async fn a_root_disk_that_is_damaged_is_said_so() {
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.extension().is_some_and(|extension| extension == "ext4"))
         .collect();
-    for image in &images {
-        let size = image.metadata().unwrap().len();
-        std::fs::remove_file(image).unwrap();
-        std::fs::File::create(image).unwrap().set_len(size).unwrap();
-    }
+    let damage = |keep: usize| {
+        for image in &images {
+            let mut bytes = std::fs::read(image).unwrap();
+            bytes[keep..].fill(0);
+            std::fs::remove_file(image).unwrap();
+            std::fs::write(image, bytes).unwrap();
+        }
+    };
+    damage(4096);
     fails_and_falls_back(
         &microvms,
         &server,
         &["ended before its agent was ready", "the root disk can't be mounted"],
     )
     .await;
+    // One that can be seen to be no file system at all is made again.
+    damage(0);
+    let id = server.create(microvms.small()).await;
+    server.destroy(&id).await;
     server.stop();
 }
 

@@ -1,15 +1,17 @@
 //! The Firecracker manager is killed with SIGKILL at every step of everything it does, and started again: then what ran
-//! still runs, what was being made is there as a whole or can be removed, and nothing is left over.
+//! still runs, what was being made is there as a whole or can be removed, and nothing is left over. So is a server that
+//! makes its workspaces on microVMs and is its own manager.
 //!
-//! The steps are the failpoints of the manager; `every_failpoint_is_in_this_suite` makes sure that none is forgotten.
+//! The steps are the failpoints of the manager and its client; `every_failpoint_is_in_this_suite` makes sure that none is
+//! forgotten.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use emergent_test_support::microvm::{Microvms, TestManager};
-use emergent_test_support::server::run;
+use emergent_test_support::microvm::{Microvms, TestManager, ask_manager};
+use emergent_test_support::server::{TestServer, leftovers_of_manager, run};
 use emergent_wire::id::InstallationId;
 use emergent_wire::{SnapshotId, WorkspaceId};
 use serde_json::{Value, json};
@@ -40,6 +42,18 @@ const DESTROY: [&str; 5] = [
 ];
 const SNAPSHOT: [&str; 3] = ["manager.paused", "manager.disk_copied", "manager.goes_on"];
 const IMAGE: [&str; 1] = ["manager.image_unpacked"];
+
+/// Steps of a server: sending the image that the first microVM needs …
+const SEND: [&str; 2] = ["image.container_made", "image.sent"];
+/// … making a workspace, as its own manager or as that manager's client (the agent of the workspace that is kept is greeted
+/// first, at the start) …
+const CREATE: [&str; 5] =
+    ["create.placed", "manager.disk_made", "manager.machine_started", "sandbox.made", "sandbox.greeted@2"];
+/// … and what comes after.
+const STOP_WORKSPACE: [&str; 2] = ["manager.process_killed", "stop.sandbox_stopped"];
+const RESUME: [&str; 1] = ["sandbox.started"];
+const DESTROY_WORKSPACE: [&str; 2] = ["manager.jail_removed", "destroy.sandbox_removed"];
+const CLAIM: [&str; 2] = ["fill.made", "claim.configured"];
 
 /// A manager with a microVM that must outlive everything.
 struct World {
@@ -207,14 +221,151 @@ async fn killed_while_something_is_copied() {
     world.end().await;
 }
 
+const WORKSPACES: &str = "/api/v1/agent/workspaces";
+
+/// A server that is its own manager, with a workspace that must outlive everything.
+struct Served {
+    microvms: Microvms,
+    server: TestServer,
+    kept: String,
+}
+
+impl Served {
+    fn directory(&self) -> PathBuf {
+        self.server.data_dir().join("firecracker")
+    }
+
+    async fn die(&mut self, step: &str, method: &str, path: &str, body: Option<Value>) {
+        self.server.terminate();
+        self.server.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
+        self.server.request_in_vain(method, path, body).await;
+        self.server.wait_until_killed();
+        self.server.start_again().await;
+        self.check(step).await;
+    }
+
+    async fn ids(&self) -> BTreeSet<String> {
+        let listed = self.server.request("GET", WORKSPACES, None).await.ok();
+        let all = listed["workspaces"].as_array().unwrap().iter();
+        all.map(|workspace| workspace["id"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// Asserts that there is a microVM for each workspace and each spare, and nothing else.
+    async fn check(&self, step: &str) {
+        let pool = self.server.request("GET", "/api/v1/agent/pool", None).await.ok();
+        let spares: u64 =
+            pool["shapes"].as_array().unwrap().iter().map(|shape| shape["size"].as_u64().unwrap()).sum();
+        self.server.wait_for_pool(spares).await;
+        let ids = self.ids().await;
+        let listed = ask_manager(&self.directory(), "GET", "/v1/machines", None).await.ok();
+        let machines: BTreeSet<String> = listed["machines"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|machine| machine["id"].as_str().unwrap().to_owned())
+            .collect();
+        assert!(machines.is_superset(&ids), "{step}: {ids:?} {machines:?}");
+        assert_eq!(machines.len() as u64, ids.len() as u64 + spares, "{step}: {ids:?} {machines:?}");
+        for left in leftovers_of_manager(&self.directory()) {
+            let named = machines.iter().any(|id| left.contains(id.as_str()));
+            let is_shared =
+                ["interface ", "rule ", "control group "].iter().any(|kind| left.starts_with(kind));
+            assert!(named || is_shared, "{step}: {left}");
+        }
+        let label = format!("label=emergent.installation={}", self.server.installation());
+        let containers = run("docker", &["ps", "--all", "--quiet", "--filter", &label]);
+        assert_eq!(containers, "", "{step}: a container is left");
+        assert_eq!(self.server.bash(&self.kept, "cat kept").await, "kept\n", "{step}");
+    }
+}
+
+#[tokio::test]
+async fn killed_while_a_server_makes_its_first_microvm() {
+    let microvms = Microvms::find(BINARY);
+    // Without the images of other tests.
+    let mut server = TestServer::start_with(BINARY, &microvms.environment(&[])).await;
+    for step in SEND {
+        server.terminate();
+        server.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
+        server.request_in_vain("POST", WORKSPACES, Some(microvms.small())).await;
+        server.wait_until_killed();
+        server.start_again().await;
+        let left = server.leftovers();
+        assert_eq!(left, Vec::<String>::new(), "{step}");
+    }
+    let id = server.create(microvms.small()).await;
+    server.destroy(&id).await;
+    microvms.keep_images(&server.data_dir().join("firecracker"));
+    server.stop();
+}
+
+#[tokio::test]
+async fn killed_while_a_server_uses_microvms() {
+    let microvms = Microvms::find(BINARY);
+    let server = microvms.start(BINARY, &[]).await;
+    let kept = server.create(microvms.small()).await;
+    server.bash(&kept, "echo kept > kept").await;
+    let mut served = Served { microvms, server, kept };
+    let small = served.microvms.small();
+    for step in CREATE {
+        served.die(step, "POST", WORKSPACES, Some(small.clone())).await;
+        assert_eq!(served.ids().await.len(), 1, "{step}");
+    }
+    let id = served.server.create(small.clone()).await;
+    let path = format!("{WORKSPACES}/{id}");
+    for step in STOP_WORKSPACE {
+        served.die(step, "POST", &format!("{path}/stop"), None).await;
+        assert_eq!(served.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
+        if step != STOP_WORKSPACE[1] {
+            served.server.request("POST", &format!("{path}/resume"), None).await.ok();
+        }
+    }
+    for step in RESUME {
+        served.die(step, "POST", &format!("{path}/resume"), None).await;
+        served.server.request("POST", &format!("{path}/resume"), None).await.ok();
+        assert_eq!(served.server.bash(&id, "echo back").await, "back\n", "{step}");
+    }
+    served.die(DESTROY_WORKSPACE[0], "DELETE", &path, None).await;
+    assert_eq!(served.ids().await.len(), 1);
+    let id = served.server.create(small.clone()).await;
+    served.die(DESTROY_WORKSPACE[1], "DELETE", &format!("{WORKSPACES}/{id}"), None).await;
+    assert_eq!(served.ids().await.len(), 1);
+    let mut shape = small.clone();
+    shape["size"] = json!(1);
+    served.die(CLAIM[0], "PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await;
+    served.die(CLAIM[1], "POST", WORKSPACES, Some(small)).await;
+    assert_eq!(served.ids().await.len(), 1);
+    served.server.turn_pool_off().await;
+    served.server.destroy(&served.kept).await;
+    served.microvms.keep_images(&served.directory());
+    served.server.stop();
+}
+
 #[test]
 fn every_failpoint_is_in_this_suite() {
-    let lists: [&[&str]; 7] = [&BEFORE, &STARTING, &STARTED, &STOP, &DESTROY, &SNAPSHOT, &IMAGE];
-    let tried: BTreeSet<String> =
-        lists.iter().flat_map(|list| list.iter()).map(|&step| step.to_owned()).collect();
+    let lists: [&[&str]; 13] = [
+        &BEFORE,
+        &STARTING,
+        &STARTED,
+        &STOP,
+        &DESTROY,
+        &SNAPSHOT,
+        &IMAGE,
+        &SEND,
+        &CREATE,
+        &STOP_WORKSPACE,
+        &RESUME,
+        &DESTROY_WORKSPACE,
+        &CLAIM,
+    ];
+    let tried: BTreeSet<&str> =
+        lists.iter().flat_map(|list| list.iter()).map(|step| step.split('@').next().unwrap()).collect();
     let own = std::env::var("CARGO_MANIFEST_DIR").unwrap();
-    let source = Path::new(&own).with_file_name("firecracker-manager").join("src");
-    let text = run("grep", &["-rhoE", r#"failpoint!\("[^"]+"#, source.to_str().unwrap()]);
-    let there = text.lines().map(|line| line.trim_start_matches("failpoint!(\"").to_owned());
-    assert_eq!(tried, there.collect());
+    let crates = Path::new(&own).parent().unwrap();
+    for source in ["firecracker-manager/src", "providers/src/firecracker"] {
+        let text = run("grep", &["-rhoE", r#"failpoint!\("[^"]+"#, crates.join(source).to_str().unwrap()]);
+        for there in text.lines().map(|line| line.trim_start_matches("failpoint!(\"")) {
+            assert!(tried.contains(there), "{there} is not tried");
+        }
+    }
 }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_firecracker_manager::{Manager, ManagerError, ManagerOptions};
+use emergent_wire::manager::ManagerHealth;
 use secrecy::SecretString;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
@@ -247,4 +248,12 @@ pub(crate) fn manager(
              {TOKEN} of its directory"
         ))),
     }
+}
+
+/// What the manager that the settings name says of itself.
+pub async fn manager_health(settings: &FirecrackerSettings) -> Result<ManagerHealth, String> {
+    let reach = manager(settings, None).map_err(|error| error.to_string())?.ok_or("no manager is named")?;
+    let client =
+        emergent_providers::ManagerClient::new(&reach.url, reach.token, settings.manager_ca.as_deref())?;
+    client.health().await.map_err(|error| error.to_string())
 }

@@ -25,7 +25,8 @@ mod tls;
 mod workspace;
 
 pub use config::{ConfigError, Overrides, Settings};
-pub use firecracker::{ManagerAddress, serve_manager};
+pub use emergent_firecracker_manager::{Lack, Need, examine as examine_host_for_microvms};
+pub use firecracker::{ManagerAddress, manager_health, serve_manager};
 pub use server::{Running, ServeError, serve};
 
 /// The OpenAPI descriptions of the REST APIs, of the server and of the Firecracker manager, as JSON text under the names of

@@ -1,9 +1,7 @@
 //! Whether microVMs can be made on this host, and how many more.
 
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::time::Duration;
+use std::path::PathBuf;
 
 use emergent_wire::manager::{MachinePhase, MachineRequest, ManagerHealth};
 use emergent_wire::workspace::AvailableResources;
@@ -12,41 +10,18 @@ use crate::cgroup::Groups;
 use crate::error::{ManagerError, on_host};
 use crate::kvm;
 use crate::manager::{Manager, cpus, make_readable};
+use crate::needs::{self, Need};
 use crate::record::Record;
-
-/// How long a program may take to say its version.
-const VERSION_TIME: Duration = Duration::from_secs(10);
 
 impl Manager {
     /// How the manager is doing.
     pub async fn health(&self) -> ManagerHealth {
-        let mut errors = Vec::new();
-        let (device, required) = (self.options.kvm_device.clone(), self.options.require_kvm);
-        let kvm = on_host("trying KVM", move || Ok::<_, std::io::Error>(kvm::check(&device))).await;
-        let kvm = kvm.map_err(|error| error.to_string()).and_then(|checked| checked);
-        let kvm_available = kvm.is_ok();
-        errors.extend(kvm.err().filter(|_| required));
-        let mut version = async |program: &Path, setting: &str| match version_of(program).await {
-            Ok(version) => Some(version),
-            Err(error) => {
-                errors.push(format!(
-                    "{} can't be used: {error}; `emergent firecracker install` gets it, or name another with {setting}",
-                    program.display()
-                ));
-                None
-            }
-        };
-        let firecracker = version(&self.options.firecracker, "FIRECRACKER_BIN").await;
-        let jailer = version(&self.options.jailer, "JAILER_BIN").await;
-        if let Err(error) = self.kernel() {
-            errors.push(error.to_string());
-        }
-        if !Path::new("/dev/net/tun").exists() {
-            errors.push("/dev/net/tun does not exist: load the module tun".to_owned());
-        }
-        if !rustix::process::geteuid().is_root() {
-            errors.push("the manager needs root for jails, interfaces and firewall rules".to_owned());
-        }
+        let needs = needs::examine(&self.options).await;
+        let found =
+            |what: &str| needs.iter().find(|need| need.what == what).and_then(|need| need.found.clone().ok());
+        let is_needed = |need: &&Need| need.what != needs::KVM || self.options.require_kvm;
+        let lacks = needs.iter().filter(is_needed).filter_map(|need| need.found.as_ref().err());
+        let errors: Vec<String> = lacks.map(ToString::to_string).collect();
         let mut notes = Vec::new();
         if self.jails.groups == Groups::None {
             notes.push("no control groups can be used: CPU and memory of microVMs' processes are not limited by them".to_owned());
@@ -56,9 +31,9 @@ impl Manager {
         let active = self.machines().values().filter(|machine| running(&machine.record())).count();
         ManagerHealth {
             healthy: errors.is_empty(),
-            kvm_available,
-            firecracker,
-            jailer,
+            kvm_available: found(needs::KVM).is_some(),
+            firecracker: found(needs::FIRECRACKER),
+            jailer: found(needs::JAILER),
             kernel: Some(self.options.kernel.display().to_string()),
             active_vms: u32::try_from(active).unwrap_or(u32::MAX),
             max_vms: self.slots.most(),
@@ -82,7 +57,7 @@ impl Manager {
         if self.options.require_kvm {
             let device = self.options.kvm_device.clone();
             let checked = on_host("trying KVM", move || Ok::<_, std::io::Error>(kvm::check(&device))).await?;
-            checked.map_err(ManagerError::Unavailable)?;
+            checked.map_err(|lack| ManagerError::Unavailable(lack.to_string()))?;
         }
         self.kernel().map(drop)
     }
@@ -91,14 +66,9 @@ impl Manager {
     pub(crate) fn kernel(&self) -> Result<PathBuf, ManagerError> {
         let own = self.data_dir.join("kernel");
         let given = &self.options.kernel;
-        let missing = |error: std::io::Error| {
-            ManagerError::Unavailable(format!(
-                "the kernel {} can't be used: {error}; `emergent firecracker install` gets one, or name another with \
-                 FIRECRACKER_KERNEL",
-                given.display()
-            ))
-        };
-        let found = fs::metadata(given).map_err(missing)?;
+        needs::kernel(given).map_err(|lack| ManagerError::Unavailable(lack.to_string()))?;
+        let failed = |error: std::io::Error| ManagerError::failed("taking over the kernel", error);
+        let found = fs::metadata(given).map_err(failed)?;
         let is_same =
             |kept: fs::Metadata| kept.len() == found.len() && kept.modified().ok() >= found.modified().ok();
         if !fs::metadata(&own).is_ok_and(is_same) {
@@ -106,7 +76,7 @@ impl Manager {
             fs::copy(given, &unfinished)
                 .and_then(|_| make_readable(&unfinished))
                 .and_then(|()| fs::rename(&unfinished, &own))
-                .map_err(missing)?;
+                .map_err(failed)?;
         }
         Ok(own)
     }
@@ -149,17 +119,4 @@ fn free_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_ascii_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
-}
-
-/// What a program says its version is, such as `v1.16.1`.
-async fn version_of(program: &Path) -> Result<String, String> {
-    let mut command = tokio::process::Command::new(program);
-    command.arg("--version").env_clear().stdin(Stdio::null()).kill_on_drop(true);
-    let output = match tokio::time::timeout(VERSION_TIME, command.output()).await {
-        Ok(output) => output.map_err(|error| error.to_string())?,
-        Err(_) => return Err(format!("it does not say its version within {} s", VERSION_TIME.as_secs())),
-    };
-    let said = String::from_utf8_lossy(&output.stdout);
-    let version = said.split_ascii_whitespace().find(|word| word.starts_with('v') && word.contains('.'));
-    version.map(str::to_owned).ok_or_else(|| "it does not say its version".to_owned())
 }

@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -60,7 +61,7 @@ impl Images {
         let get = || -> Option<MachineImage> {
             let description: Description =
                 serde_json::from_slice(&fs::read(self.description(id)).ok()?).ok()?;
-            let disk_bytes = fs::metadata(self.file(id)).ok()?.len();
+            let disk_bytes = file_system_bytes(&self.file(id)).ok()?;
             Some(MachineImage { id: id.to_owned(), disk_bytes, settings: description.settings })
         };
         get().ok_or_else(|| ManagerError::NotFound(format!("image {id}")))
@@ -104,6 +105,18 @@ impl Images {
         }
         made
     }
+}
+
+/// The size of a file that is a file system. One that was damaged is none: it is made again.
+fn file_system_bytes(path: &Path) -> io::Result<u64> {
+    const MAGIC_AT: u64 = 1080;
+    const MAGIC: [u8; 2] = [0x53, 0xef];
+    let (file, mut found) = (fs::File::open(path)?, [0; 2]);
+    file.read_exact_at(&mut found, MAGIC_AT)?;
+    if found != MAGIC {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    Ok(file.metadata()?.len())
 }
 
 /// A file's name for an image's id, which may hold anything.

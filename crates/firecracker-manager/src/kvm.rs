@@ -4,6 +4,8 @@ use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
+use crate::needs::Lack;
+
 /// What is said when it does not.
 pub const KVM_MISSING: &str = "KVM not available";
 
@@ -12,38 +14,40 @@ const CREATE_VM: libc::c_ulong = 0xae01;
 const CREATE_VCPU: libc::c_ulong = 0xae41;
 const API_VERSION: libc::c_int = 12;
 
-/// Tries it. The error says what to do.
-pub(crate) fn check(device: &Path) -> Result<(), String> {
+/// Tries it.
+pub(crate) fn check(device: &Path) -> Result<String, Lack> {
     let shown = device.display();
-    let missing = |why: String| Err(format!("{KVM_MISSING}: {why}"));
+    let missing =
+        |why: String, fix: &str| Err(Lack { problem: format!("{KVM_MISSING}: {why}"), fix: fix.to_owned() });
+    let turn_on = "turn virtualization on in the firmware and load kvm_intel or kvm_amd, or, in a virtual machine or \
+                   container, let its host pass it on";
     let kvm = match fs::OpenOptions::new().read(true).write(true).open(device) {
         Ok(kvm) => kvm,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return missing(format!(
-                "{shown} does not exist; turn virtualization on in the firmware and load kvm_intel or kvm_amd, or, in a \
-                 virtual machine or container, let its host pass it on"
-            ));
+            return missing(format!("{shown} does not exist"), turn_on);
         }
         Err(error) => {
-            return missing(format!(
-                "{shown}: {error}; run as root, or as a member of the group that owns it"
-            ));
+            return missing(
+                format!("{shown}: {error}"),
+                "run as root, or as a member of the group that owns it",
+            );
         }
     };
     // SAFETY: takes a number, gives a number.
     let version = unsafe { libc::ioctl(kvm.as_raw_fd(), GET_API_VERSION as _, 0) };
     if version != API_VERSION {
-        return missing(format!(
-            "{shown} is not KVM, or has version {version} of its interface instead of {API_VERSION}"
-        ));
+        let why =
+            format!("{shown} is not KVM, or has version {version} of its interface instead of {API_VERSION}");
+        return missing(why, turn_on);
     }
-    let machine = match made(kvm.as_raw_fd(), CREATE_VM) {
-        Ok(machine) => machine,
-        Err(error) => return missing(format!("a machine can't be made: {error}")),
-    };
-    match made(machine.as_raw_fd(), CREATE_VCPU) {
-        Ok(_) => Ok(()),
-        Err(error) => missing(format!("a CPU can't be made: {error}")),
+    let made = made(kvm.as_raw_fd(), CREATE_VM)
+        .map_err(|error| format!("a machine can't be made: {error}"))
+        .and_then(|machine| {
+            made(machine.as_raw_fd(), CREATE_VCPU).map_err(|error| format!("a CPU can't be made: {error}"))
+        });
+    match made {
+        Ok(_) => Ok(format!("{shown} works: a machine and a CPU were made")),
+        Err(why) => missing(why, turn_on),
     }
 }
 
@@ -67,9 +71,9 @@ mod tests {
 
     #[test]
     fn what_is_not_there_or_not_kvm_is_said_so() {
-        let missing = check(Path::new("/dev/no-such-kvm")).unwrap_err();
+        let missing = check(Path::new("/dev/no-such-kvm")).unwrap_err().to_string();
         assert!(missing.starts_with("KVM not available: /dev/no-such-kvm does not exist"), "{missing}");
-        let other = check(Path::new("/dev/null")).unwrap_err();
+        let other = check(Path::new("/dev/null")).unwrap_err().to_string();
         assert!(other.starts_with("KVM not available: /dev/null is not KVM"), "{other}");
     }
 }

@@ -403,20 +403,30 @@ impl Manager {
         }
         if let Some(process) = record.process.filter(|process| process.is_alive()) {
             self.let_go_on(&machine).await?;
-            guest::end_processes(&self.jails.vsock(id), STOP_GRACE).await;
-            self.ask_to_end(id, process).await;
+            self.ask_to_end(id, process, STOP_GRACE).await;
         }
         self.end_run(&machine, None).await?;
         Ok(self.view(&machine.record()))
     }
 
-    /// Asks a microVM to end, and waits a while.
-    async fn ask_to_end(&self, id: WorkspaceId, process: Process) {
-        if let Err(error) = Vmm::at(self.jails.api(id)).press_restart_keys().await {
-            tracing::debug!(machine = %id, %error, "a microVM could not be asked to end");
-            return;
-        }
-        if tokio::time::timeout(END_TIME, process.ended()).await.is_err() {
+    /// Asks a microVM to end, and waits a while: its agent, or, where that does not listen, its kernel, by keys that not
+    /// every kernel looks at.
+    async fn ask_to_end(&self, id: WorkspaceId, process: Process, grace: Duration) {
+        let vsock = self.jails.vsock(id);
+        let ask = async {
+            guest::power_off(&vsock, grace).await;
+            if let Err(error) = Vmm::at(self.jails.api(id)).press_restart_keys().await {
+                tracing::debug!(machine = %id, %error, "a microVM could not be asked to end");
+            }
+            std::future::pending::<()>().await;
+        };
+        let ended = async {
+            tokio::select! {
+                () = process.ended() => {}
+                () = ask => {}
+            }
+        };
+        if tokio::time::timeout(grace + END_TIME, ended).await.is_err() {
             tracing::info!(machine = %id, "a microVM did not end when it was asked to and is killed");
         }
     }
@@ -433,7 +443,8 @@ impl Manager {
         {
             self.note(&machine, |record| record.phase = MachinePhase::Removing).await?;
             failpoint!("manager.removal_noted");
-            self.ask_to_end(id, process).await;
+            // Whoever wants it removed has given its commands their time.
+            self.ask_to_end(id, process, Duration::ZERO).await;
         }
         self.remove_locked(&machine).await
     }

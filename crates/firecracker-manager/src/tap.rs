@@ -30,17 +30,7 @@ pub(crate) fn ensure(slot: &Slot) -> io::Result<()> {
         let message = format!("{} is an interface of somebody else", slot.interface);
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
     }
-    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/net/tun").map_err(|error| {
-        io::Error::new(error.kind(), format!("/dev/net/tun: {error}; load the module tun, and run as root"))
-    })?;
-    let mut request = request_of(&slot.interface)?;
-    request.ifr_ifru.ifru_flags = TAP_FLAGS;
-    // SAFETY: the kernel reads and writes one request, which this is.
-    check(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETIFF as _, &raw mut request) }).map_err(|error| {
-        // Its owner's process holds it.
-        let busy = error.raw_os_error() == Some(libc::EBUSY);
-        if busy { io::Error::other(format!("{} is in use", slot.interface)) } else { error }
-    })?;
+    let device = attach(&slot.interface)?;
     // SAFETY: both take a number.
     unsafe {
         check(libc::ioctl(device.as_raw_fd(), TUNSETOWNER as _, libc::c_ulong::from(slot.uid)))?;
@@ -66,14 +56,32 @@ pub(crate) fn remove(interface: &str) -> io::Result<()> {
     if !is_tap(interface) {
         return Ok(());
     }
-    let device = fs::OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
+    let device = attach(interface)?;
+    // SAFETY: takes a number.
+    check(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 0 as libc::c_ulong) })
+}
+
+/// Makes an interface that is gone again when this returns.
+pub(crate) fn try_one() -> io::Result<()> {
+    attach("emergent%d").map(drop)
+}
+
+/// Makes an interface unless it is there; one that is not told to stay goes when this is closed.
+fn attach(interface: &str) -> io::Result<fs::File> {
+    const DEVICE: &str = "/dev/net/tun";
+    let device = fs::OpenOptions::new().read(true).write(true).open(DEVICE);
+    let device = device.map_err(|error| {
+        io::Error::new(error.kind(), format!("{DEVICE}: {error}; load the module tun, and run as root"))
+    })?;
     let mut request = request_of(interface)?;
     request.ifr_ifru.ifru_flags = TAP_FLAGS;
-    // SAFETY: the kernel reads and writes one request, which this is; the other call takes a number.
-    unsafe {
-        check(libc::ioctl(device.as_raw_fd(), TUNSETIFF as _, &raw mut request))?;
-        check(libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 0 as libc::c_ulong))
-    }
+    // SAFETY: the kernel reads and writes one request, which this is.
+    check(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETIFF as _, &raw mut request) }).map_err(|error| {
+        // Its owner's process holds it.
+        let busy = error.raw_os_error() == Some(libc::EBUSY);
+        if busy { io::Error::other(format!("{interface} is in use")) } else { error }
+    })?;
+    Ok(device)
 }
 
 /// All TAP interfaces whose names begin like this.

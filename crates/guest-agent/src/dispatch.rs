@@ -4,7 +4,7 @@ use std::io::Read;
 use std::sync::Arc;
 use std::time::Duration;
 
-use emergent_guest_protocol::{GuestCall, Kind, MAX_DATA_BYTES, UsageAnswer, WriteCall};
+use emergent_guest_protocol::{GuestCall, Kind, MAX_DATA_BYTES, ShutdownCall, UsageAnswer, WriteCall};
 use emergent_guest_tools::search::{Search, SearchReply};
 use emergent_guest_tools::{edit, read, write};
 use emergent_wire::tools::{ReadAnswer, ReadRequest, WriteAnswer};
@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::agent::Agent;
 use crate::call::Call;
-use crate::machine::identity;
+use crate::machine::{self, identity};
 use crate::{bash, disk, git, procfs, search, serve, tunnel};
 
 /// Runs a call to its end and sends its answer.
@@ -50,9 +50,13 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
             json(Ok(Empty {}))
         }
         GuestCall::Shutdown(message) => {
-            agent.end_processes(Duration::from_millis(message.grace_ms.min(60_000)));
+            agent.end_processes(grace(&message));
             json(Ok(Empty {}))
         }
+        GuestCall::PowerOff(message) => json(machine::must_be().map(|()| -> Empty {
+            agent.end_processes(grace(&message));
+            machine::power_off()
+        })),
     };
     call.finish(answer);
     if is_command {
@@ -75,6 +79,11 @@ fn found(reply: Result<SearchReply, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail
 
 fn json<T: Serialize>(answer: Result<T, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {
     serde_json::to_vec(&answer?).map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string()))
+}
+
+fn grace(message: &ShutdownCall) -> Duration {
+    const MOST_MS: u64 = 60_000;
+    Duration::from_millis(message.grace_ms.min(MOST_MS))
 }
 
 /// Sends a file's bytes as data.

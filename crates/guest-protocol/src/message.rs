@@ -107,6 +107,8 @@ pub enum GuestCall {
     Flush(()),
     /// Ends all commands (SIGTERM, grace, SIGKILL) and flushes the disk. Answer: `{}`.
     Shutdown(ShutdownCall),
+    /// The same, and then ends the virtual machine. There is no answer but its end.
+    PowerOff(ShutdownCall),
 }
 
 /// What makes a sandbox the sandbox of one workspace. Sent first on every connection, so that neither the

@@ -59,6 +59,20 @@ fn messages_and_frames_are_frozen() {
         }),
         GuestCall::Connect(ConnectCall { port: 8080, wait_ms: 1000, probe: true }),
         GuestCall::Shutdown(ShutdownCall { grace_ms: 10_000 }),
+        // Virtual machines only, whose agent is of the same version as who starts them.
+        GuestCall::Machine(MachineCall {
+            hostname: "0123456789ab".into(),
+            machine_id: "0123456789abcdef0123456789abcdef".into(),
+            unix_time_ms: 1_700_000_000_000,
+            entropy: vec![1, 2, 3],
+            address: Some([10, 0, 0, 2].into()),
+            prefix: 30,
+            gateway: Some([10, 0, 0, 1].into()),
+            nameservers: vec!["192.0.2.53".into()],
+            environment: BTreeMap::from([("LANG".into(), "C.UTF-8".into())]),
+        }),
+        GuestCall::Flush(()),
+        GuestCall::PowerOff(ShutdownCall { grace_ms: 8_000 }),
     ];
     let error = ErrorDetail::new(ErrorCode::FileNotFound, "no such file");
     let frames = [

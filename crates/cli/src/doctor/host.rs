@@ -16,7 +16,7 @@ const SYSTEM_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sb
 
 /// All checks that look at files and devices.
 pub(super) fn checks(data_dir: &Path) -> Vec<Check> {
-    vec![data_directory(data_dir), disk_space("disk space", data_dir), disk_quotas(), kvm()]
+    vec![data_directory(data_dir), disk_space("disk space", data_dir), disk_quotas()]
 }
 
 pub(super) fn is_root() -> bool {
@@ -92,24 +92,6 @@ fn disk_quotas() -> Check {
         }
     }
     Check::ok(WHAT, "each workspace gets a disk of its own size (loop device, ext4)")
-}
-
-fn kvm() -> Check {
-    const WHAT: &str = "KVM";
-    let later = "Firecracker, which needs it, is not part of this version yet";
-    match OpenOptions::new().read(true).write(true).open("/dev/kvm") {
-        Ok(_) => Check::ok(WHAT, format!("/dev/kvm can be opened; {later}")),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Check::warn(
-            WHAT,
-            format!("there is no /dev/kvm; {later}"),
-            "nothing to do now; for microVMs later: a machine with virtualisation turned on (modprobe kvm_intel or kvm_amd)",
-        ),
-        Err(error) => Check::warn(
-            WHAT,
-            format!("/dev/kvm can't be opened: {error}; {later}"),
-            "nothing to do now; for microVMs later: run as root, or usermod -aG kvm $USER",
-        ),
-    }
 }
 
 /// Whether the rules that keep workspaces off this host and its networks can be set.

@@ -5,6 +5,7 @@
 
 mod database;
 mod docker;
+mod firecracker;
 mod gvisor;
 mod host;
 mod probe;
@@ -95,13 +96,14 @@ async fn all(settings: &Settings, container: &str) -> Vec<Check> {
         report::blocking("this host", LOOK, move || host::checks(&data_dir))
     };
     let nameservers = settings.providers.nameservers.clone();
-    let (host, firewall, dns, engine, database, server) = tokio::join!(
+    let (host, firewall, dns, engine, microvms, database, server) = tokio::join!(
         on_this_host,
         report::blocking("firewall", LOOK, || vec![host::firewall()]),
         report::blocking("DNS", LOOK, move || vec![host::name_servers(&nameservers)]),
         docker::checks(settings, container),
+        report::within("microVMs", LOOK, firecracker::checks(settings)),
         database::check(settings),
         database::server(&data_dir),
     );
-    [engine, host, firewall, dns, vec![database, server]].concat()
+    [engine, microvms, host, firewall, dns, vec![database, server]].concat()
 }

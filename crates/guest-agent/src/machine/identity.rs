@@ -18,10 +18,7 @@ const INTERFACE: &str = "eth0";
 
 /// Takes on the identity that the manager gives. Random numbers first: all else may use them.
 pub(crate) fn take_on(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), ErrorDetail> {
-    if !super::is_machine() {
-        let message = "this sandbox is a container: its host gives it a name and an address";
-        return Err(ErrorDetail::new(ErrorCode::BadRequest, message));
-    }
+    super::must_be()?;
     let failed =
         |what: &str, error: std::io::Error| ErrorDetail::new(ErrorCode::Internal, format!("{what}: {error}"));
     stir_entropy(&call.entropy).map_err(|error| failed("mixing in random numbers", error))?;

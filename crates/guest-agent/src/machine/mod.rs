@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use emergent_guest_protocol::{CHANNEL_PORT, READY_PORT};
+use emergent_wire::{ErrorCode, ErrorDetail};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::system::RebootCommand;
@@ -55,6 +56,12 @@ pub(crate) fn run() -> Result<(), String> {
 /// Whether the sandbox is a machine of its own, with a kernel and interfaces that are ours to set up.
 pub(crate) fn is_machine() -> bool {
     IS_MACHINE.load(Ordering::Relaxed)
+}
+
+/// Refuses what only a machine can do.
+pub(crate) fn must_be() -> Result<(), ErrorDetail> {
+    let message = "this sandbox is a container: its host names, addresses and ends it";
+    if is_machine() { Ok(()) } else { Err(ErrorDetail::new(ErrorCode::BadRequest, message)) }
 }
 
 /// Leaves the memory disk.
@@ -186,7 +193,7 @@ fn grow_file_system() {
 }
 
 /// Puts everything on the disk and ends the machine.
-fn power_off() -> ! {
+pub(crate) fn power_off() -> ! {
     rustix::fs::sync();
     let read_only = rustix::mount::mount_remount("/", MountFlags::RDONLY, "");
     if read_only.is_err() {

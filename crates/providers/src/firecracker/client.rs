@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
+use emergent_wire::manager::ManagerHealth;
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Empty, Full, Limited};
 use hyper::body::Incoming;
@@ -54,9 +55,9 @@ enum Address {
     Tcp { host: String, port: u16, tls: Option<(TlsConnector, ServerName<'static>)> },
 }
 
-/// One manager.
+/// A client of one manager.
 #[derive(Clone)]
-pub(super) struct Client {
+pub struct Client {
     url: String,
     address: Address,
     token: SecretString,
@@ -64,7 +65,7 @@ pub(super) struct Client {
 
 impl Client {
     /// A client of the manager at `unix:/path`, `https://host[:port]`, or `http://host[:port]`.
-    pub(super) fn new(url: &str, token: SecretString, ca_certificate: Option<&Path>) -> Result<Self, String> {
+    pub fn new(url: &str, token: SecretString, ca_certificate: Option<&Path>) -> Result<Self, String> {
         let url = url.trim_end_matches('/').to_owned();
         let address = match url.split_once(':') {
             Some(("unix", path)) => {
@@ -88,6 +89,11 @@ impl Client {
             _ => return Err(format!("'{url}' is not a unix:, https: or http: address")),
         };
         Ok(Self { url, address, token })
+    }
+
+    /// How the manager is doing.
+    pub async fn health(&self) -> Result<ManagerHealth, ProviderError> {
+        self.get("/v1/health").await
     }
 
     async fn connect(&self) -> std::io::Result<Box<dyn Stream>> {

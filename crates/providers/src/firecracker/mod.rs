@@ -8,4 +8,5 @@ mod client;
 mod images;
 mod provider;
 
+pub use client::Client as ManagerClient;
 pub use provider::{FirecrackerOptions, FirecrackerProvider};

@@ -9,7 +9,7 @@ use emergent_guest_client::GuestClient;
 use emergent_wire::id::InstallationId;
 use emergent_wire::manager::{
     Machine, MachineList, MachinePhase, MachineRequest, MachineSnapshot, MachineSnapshotList,
-    MachineSnapshotRequest, ManagerHealth,
+    MachineSnapshotRequest,
 };
 use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, ProviderName};
 use emergent_wire::{SnapshotId, WorkspaceId};
@@ -115,7 +115,7 @@ impl WorkspaceProvider for FirecrackerProvider {
     }
 
     async fn health(&self) -> Health {
-        match self.client.get::<ManagerHealth>("/v1/health").await {
+        match self.client.health().await {
             Ok(health) => Health {
                 problem: (!health.healthy).then(|| health.errors.join("; ")),
                 note: (!health.notes.is_empty()).then(|| health.notes.join("; ")),
