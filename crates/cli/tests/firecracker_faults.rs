@@ -367,7 +367,7 @@ async fn a_manager_without_root_says_so() {
     process.kill().unwrap();
     process.wait().unwrap();
     assert_eq!(health["healthy"], false);
-    assert!(health["errors"].to_string().contains("needs root"), "{health}");
+    assert!(health["errors"].to_string().contains("need root; run the manager as root"), "{health}");
 }
 
 #[tokio::test]

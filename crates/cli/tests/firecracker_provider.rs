@@ -297,13 +297,19 @@ async fn create_block_device_for_new_workspace() {
 #[tokio::test]
 async fn copy_on_write_for_warm_pool() {
     use std::os::unix::fs::MetadataExt;
-    let (microvms, server) = start(&[]).await;
-    let mut shape = microvms.small();
-    shape["size"] = json!(1);
-    server.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
+    let small = Microvms::find(BINARY).small()["resource_limits"].clone();
+    let limit = |name: &str| small[name].as_str().unwrap().to_owned();
+    let (cpu, memory, disk_size) = (limit("cpu"), limit("memory"), limit("disk"));
+    // The manager says how many shall wait, the server keeps them.
+    let (microvms, server) = start(&[
+        ("FIRECRACKER_WARM_POOL_SIZE", "1"),
+        ("WORKSPACE_DEFAULT_CPU", &cpu),
+        ("WORKSPACE_DEFAULT_MEMORY", &memory),
+        ("WORKSPACE_DEFAULT_DISK", &disk_size),
+    ])
+    .await;
     server.wait_for_pool(1).await;
-    let mut asked = microvms.small();
-    asked["environment"] = json!({ "NAME": "claimed" });
+    let asked = json!({ "environment": { "NAME": "claimed" } });
     let created = server.request("POST", WORKSPACES, Some(asked)).await.ok();
     assert_eq!(created["placement"]["warm_hit"], true, "{created}");
     let id = created["id"].as_str().unwrap();

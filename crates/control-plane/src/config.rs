@@ -167,6 +167,13 @@ pub struct FirecrackerSettings {
     pub manager: ManagerOptions,
 }
 
+impl FirecrackerSettings {
+    /// Where a manager listens that is not within the server. An empty variable names none.
+    pub fn manager_url(&self) -> Option<&str> {
+        self.manager_url.as_deref().filter(|url| !url.is_empty())
+    }
+}
+
 impl Default for Settings {
     fn default() -> Self {
         Self {

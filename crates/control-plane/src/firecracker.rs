@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_firecracker_manager::{Manager, ManagerError, ManagerOptions};
+use emergent_providers::{MANAGER_TOKEN_FILE, ManagerClient};
 use emergent_wire::manager::ManagerHealth;
 use secrecy::SecretString;
 use tokio::net::{TcpListener, UnixListener};
@@ -22,8 +23,6 @@ use crate::tls;
 
 /// The manager's socket in its directory, unless it listens elsewhere.
 const SOCKET: &str = "manager.sock";
-/// The manager's token, beside it.
-const TOKEN: &str = "manager-token";
 /// How often rules that others took away are put back.
 const REPAIR_EVERY: Duration = Duration::from_secs(60);
 /// How often it is tried to be the manager of a directory that another server has.
@@ -122,7 +121,7 @@ fn listen_at(path: &Path) -> Result<(Listener, String), ServeError> {
 
 /// The token that the settings give, else one that is kept in the directory.
 fn token_of(settings: &FirecrackerSettings, data_dir: &Path) -> Result<(SecretString, PathBuf), ServeError> {
-    let path = data_dir.join(TOKEN);
+    let path = data_dir.join(MANAGER_TOKEN_FILE);
     if let Some(token) = &settings.manager_token {
         return Ok((token.clone(), path));
     }
@@ -149,7 +148,7 @@ pub(crate) struct Embedded {
 #[derive(Clone)]
 pub(crate) struct Reach {
     pub(crate) url: String,
-    pub(crate) token: SecretString,
+    pub(crate) token: Option<SecretString>,
 }
 
 /// Starts a manager within this server, when the settings ask for one.
@@ -157,7 +156,8 @@ pub(crate) async fn embed(
     settings: &FirecrackerSettings,
     storage: &Path,
 ) -> Result<Option<Embedded>, ServeError> {
-    if settings.manager_url.is_some() || !settings.enabled.unwrap_or_else(|| settings.manager.is_installed())
+    if settings.manager_url().is_some()
+        || !settings.enabled.unwrap_or_else(|| settings.manager.is_installed())
     {
         return Ok(None);
     }
@@ -166,7 +166,7 @@ pub(crate) async fn embed(
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&data_dir).map_err(failed)?;
     let (token, _) = token_of(settings, &data_dir)?;
     let socket = data_dir.join(SOCKET);
-    let reach = Reach { url: format!("unix:{}", socket.display()), token: token.clone() };
+    let reach = Reach { url: format!("unix:{}", socket.display()), token: Some(token.clone()) };
     let (end, ended) = watch::channel(false);
     let (begun, mut begins) = watch::channel(false);
     let task = tokio::spawn(manage(data_dir, settings.manager.clone(), token, ended, begun));
@@ -225,35 +225,17 @@ impl Embedded {
 }
 
 /// How the manager is reached that this server uses, if it uses one.
-pub(crate) fn manager(
-    settings: &FirecrackerSettings,
-    embedded: Option<&Embedded>,
-) -> Result<Option<Reach>, ServeError> {
+pub(crate) fn manager(settings: &FirecrackerSettings, embedded: Option<&Embedded>) -> Option<Reach> {
     if let Some(embedded) = embedded {
-        return Ok(Some(embedded.reach.clone()));
+        return Some(embedded.reach.clone());
     }
-    let Some(url) = settings.manager_url.clone().filter(|_| settings.enabled != Some(false)) else {
-        return Ok(None);
-    };
-    if let Some(token) = &settings.manager_token {
-        return Ok(Some(Reach { url, token: token.clone() }));
-    }
-    // A manager on this host keeps its token beside its socket.
-    let beside = url.strip_prefix("unix:").map(|path| Path::new(path).with_file_name(TOKEN));
-    let kept = beside.as_ref().and_then(|path| std::fs::read_to_string(path).ok());
-    match kept.filter(|token| !token.trim().is_empty()) {
-        Some(token) => Ok(Some(Reach { url, token: SecretString::from(token.trim()) })),
-        None => Err(ServeError::Manager(format!(
-            "the token of the Firecracker manager at {url} is needed: set FIRECRACKER_MANAGER_TOKEN to what is in the file \
-             {TOKEN} of its directory"
-        ))),
-    }
+    let url = settings.manager_url().filter(|_| settings.enabled != Some(false))?;
+    Some(Reach { url: url.to_owned(), token: settings.manager_token.clone() })
 }
 
 /// What the manager that the settings name says of itself.
 pub async fn manager_health(settings: &FirecrackerSettings) -> Result<ManagerHealth, String> {
-    let reach = manager(settings, None).map_err(|error| error.to_string())?.ok_or("no manager is named")?;
-    let client =
-        emergent_providers::ManagerClient::new(&reach.url, reach.token, settings.manager_ca.as_deref())?;
+    let url = settings.manager_url().ok_or("no manager is named")?;
+    let client = ManagerClient::new(url, settings.manager_token.clone(), settings.manager_ca.as_deref())?;
     client.health().await.map_err(|error| error.to_string())
 }

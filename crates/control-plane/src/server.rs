@@ -255,7 +255,7 @@ fn providers(
         nameservers: settings.providers.nameservers.clone(),
     };
     let mut providers: Vec<SharedProvider> = Vec::new();
-    if let Some(manager) = firecracker::manager(&settings.firecracker, embedded)? {
+    if let Some(manager) = firecracker::manager(&settings.firecracker, embedded) {
         let options = FirecrackerOptions {
             installation,
             url: manager.url,

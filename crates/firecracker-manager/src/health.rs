@@ -9,7 +9,7 @@ use emergent_wire::workspace::AvailableResources;
 use crate::cgroup::Groups;
 use crate::error::{ManagerError, on_host};
 use crate::kvm;
-use crate::manager::{Manager, cpus, make_readable};
+use crate::manager::{Manager, cpus};
 use crate::needs::{self, Need};
 use crate::record::Record;
 
@@ -59,26 +59,7 @@ impl Manager {
             let checked = on_host("trying KVM", move || Ok::<_, std::io::Error>(kvm::check(&device))).await?;
             checked.map_err(|lack| ManagerError::Unavailable(lack.to_string()))?;
         }
-        self.kernel().map(drop)
-    }
-
-    /// The kernel, where jails can link to it.
-    pub(crate) fn kernel(&self) -> Result<PathBuf, ManagerError> {
-        let own = self.data_dir.join("kernel");
-        let given = &self.options.kernel;
-        needs::kernel(given).map_err(|lack| ManagerError::Unavailable(lack.to_string()))?;
-        let failed = |error: std::io::Error| ManagerError::failed("taking over the kernel", error);
-        let found = fs::metadata(given).map_err(failed)?;
-        let is_same =
-            |kept: fs::Metadata| kept.len() == found.len() && kept.modified().ok() >= found.modified().ok();
-        if !fs::metadata(&own).is_ok_and(is_same) {
-            let unfinished = own.with_extension("new");
-            fs::copy(given, &unfinished)
-                .and_then(|_| make_readable(&unfinished))
-                .and_then(|()| fs::rename(&unfinished, &own))
-                .map_err(failed)?;
-        }
-        Ok(own)
+        self.kernel.get().await.map(drop)
     }
 
     /// Checks what can be known before anything is made, and gives the file that the disk is copied from.

@@ -21,6 +21,7 @@ mod identity;
 mod images;
 mod initrd;
 mod jail;
+mod kernel;
 mod kvm;
 mod machine;
 mod manager;

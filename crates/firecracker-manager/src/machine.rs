@@ -183,7 +183,7 @@ impl Manager {
         let index =
             record.slot.ok_or_else(|| ManagerError::WrongState("the microVM has no slot".to_owned()))?;
         let slot = self.naming.slot(index);
-        let kernel = self.kernel()?;
+        let kernel = self.kernel.get().await?;
         let (jails, initrd, disk, jailed) =
             (self.jails.clone(), self.initrd.clone(), self.records.disk(id), slot.clone());
         on_host("preparing the microVM's interface and jail", move || {

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use emergent_host::network::host_nameservers;
+use emergent_host::process_lock::{NoLock, ProcessLock};
 use emergent_wire::id::InstallationId;
 use emergent_wire::manager::{
     ImageSettings, Machine as MachineView, MachineImage, MachinePhase, MachineSnapshot,
@@ -23,9 +24,10 @@ use crate::identity::Identity;
 use crate::images::Images;
 use crate::initrd;
 use crate::jail::Jails;
+use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::options::ManagerOptions;
-use crate::record::{Record, Records, write_whole};
+use crate::record::{Record, Records, make_readable, write_whole};
 use crate::slot::{MOST, Naming, Slots};
 use crate::snapshots::Snapshots;
 use crate::tap;
@@ -45,11 +47,12 @@ pub struct Manager {
     pub(crate) snapshots: Snapshots,
     pub(crate) jails: Jails,
     pub(crate) initrd: PathBuf,
+    pub(crate) kernel: Kernel,
     /// Held by each microVM that starts: on a host that has more of them to start than CPUs, all would take too long.
     pub(crate) starts: Semaphore,
     machines: Mutex<HashMap<WorkspaceId, Arc<Machine>>>,
     /// Held as long as this manager lives: a directory has one.
-    _lock: fs::File,
+    _lock: ProcessLock,
 }
 
 impl Manager {
@@ -73,12 +76,15 @@ impl Manager {
         };
         fs::DirBuilder::new().recursive(true).mode(0o700).create(data_dir).map_err(failed)?;
         let data_dir = data_dir.canonicalize().map_err(failed)?;
-        let lock = lock(&data_dir).map_err(failed)?;
-        let lock = lock.ok_or_else(|| ManagerError::Taken(shown.to_string()))?;
+        let lock = match ProcessLock::wait(&data_dir.join("lock")) {
+            Ok(lock) => lock,
+            Err(NoLock::Taken(_)) => return Err(ManagerError::Taken(shown.to_string())),
+            Err(NoLock::Io(error)) => return Err(failed(error)),
+        };
         Self::set_up(data_dir, options, lock).map_err(failed)
     }
 
-    fn set_up(data_dir: PathBuf, options: ManagerOptions, lock: fs::File) -> std::io::Result<Self> {
+    fn set_up(data_dir: PathBuf, options: ManagerOptions, lock: ProcessLock) -> std::io::Result<Self> {
         let identity = Identity::load_or_choose(&data_dir)?;
         let naming = Naming { manager: identity.manager, network: identity.network };
         let initrd = data_dir.join("initrd");
@@ -102,6 +108,7 @@ impl Manager {
             snapshots: Snapshots::open(&data_dir)?,
             jails,
             initrd,
+            kernel: Kernel::new(options.kernel.clone(), &data_dir),
             starts: Semaphore::new(STARTS_PER_CPU * cpus()),
             machines: Mutex::default(),
             _lock: lock,
@@ -215,21 +222,4 @@ pub(crate) fn vcpus(limits: &emergent_wire::workspace::ResourceLimits) -> u32 {
 /// The CPUs of the host that this process may use.
 pub(crate) fn cpus() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
-}
-
-/// None: another manager has it.
-fn lock(data_dir: &Path) -> std::io::Result<Option<fs::File>> {
-    let path = data_dir.join("lock");
-    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path)?;
-    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(Some(file)),
-        Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// What jails link to is read by the users of all microVMs.
-pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt;
-    fs::set_permissions(path, fs::Permissions::from_mode(0o444))
 }

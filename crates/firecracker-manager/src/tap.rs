@@ -70,9 +70,8 @@ pub(crate) fn try_one() -> io::Result<()> {
 fn attach(interface: &str) -> io::Result<fs::File> {
     const DEVICE: &str = "/dev/net/tun";
     let device = fs::OpenOptions::new().read(true).write(true).open(DEVICE);
-    let device = device.map_err(|error| {
-        io::Error::new(error.kind(), format!("{DEVICE}: {error}; load the module tun, and run as root"))
-    })?;
+    let device =
+        device.map_err(|error| io::Error::new(error.kind(), format!("{DEVICE} can't be opened: {error}")))?;
     let mut request = request_of(interface)?;
     request.ifr_ifru.ifru_flags = TAP_FLAGS;
     // SAFETY: the kernel reads and writes one request, which this is.

@@ -1,8 +1,9 @@
-//! What those who make sandboxes do to the host: firewall rules, copies of disks, its programs and its network.
+//! What those who make sandboxes do to the host: firewall rules, copies of disks, its programs, its network, locks.
 //!
 //! Everything here blocks; callers who may not block run it elsewhere.
 
 pub mod copy;
 pub mod firewall;
 pub mod network;
+pub mod process_lock;
 pub mod program;

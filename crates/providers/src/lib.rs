@@ -18,7 +18,7 @@ pub use container::{
     ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError, GVISOR_MISSING, Runtime,
 };
 pub use error::ProviderError;
-pub use firecracker::{FirecrackerOptions, FirecrackerProvider, ManagerClient};
+pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
 pub use guest_binary::InstalledGuest;
 pub use sandbox::{
     Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, Volume,

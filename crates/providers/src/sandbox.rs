@@ -97,6 +97,15 @@ pub struct Health {
     pub note: Option<String>,
     /// What is free on its host.
     pub available: Option<AvailableResources>,
+    /// How many spares its host shall have waiting.
+    pub spares: u32,
+}
+
+impl Health {
+    /// It can't be used.
+    pub fn unhealthy(problem: impl Into<String>) -> Self {
+        Self { problem: Some(problem.into()), note: None, available: None, spares: 0 }
+    }
 }
 
 /// A sandbox provider.

@@ -20,7 +20,6 @@ mod known_tokens;
 mod migrate;
 mod open;
 mod page;
-mod process_lock;
 pub mod seal;
 mod servers;
 mod settings;

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use emergent_host::process_lock::{NoLock, ProcessLock};
 use emergent_wire::id::ServerId;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -23,7 +24,6 @@ use crate::db::{Db, reading};
 use crate::error::{Result, StoreError};
 use crate::known_tokens::{self, KnownTokens};
 use crate::migrate;
-use crate::process_lock::ProcessLock;
 
 /// How long a call waits for a connection.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -138,9 +138,22 @@ impl Store {
     }
 }
 
+/// Two servers on one file would each believe that the sandboxes are theirs.
+async fn lock(database: &Path) -> Result<ProcessLock> {
+    let mut file = database.as_os_str().to_owned();
+    file.push(".lock");
+    let (file, looked_at) = (PathBuf::from(&file), PathBuf::from(file));
+    let locked = tokio::task::spawn_blocking(move || ProcessLock::wait(&looked_at)).await;
+    let locked = locked.unwrap_or_else(|error| Err(NoLock::Io(std::io::Error::other(error))));
+    locked.map_err(|refused| match refused {
+        NoLock::Taken(pid) => StoreError::InUse { path: database.to_owned(), pid },
+        NoLock::Io(error) => StoreError::file("lock", &file)(error),
+    })
+}
+
 async fn open_sqlite(path: &Path) -> Result<(Db, ProcessLock)> {
     let path = real_path(path)?;
-    let lock = ProcessLock::wait(&path).await?;
+    let lock = lock(&path).await?;
     make_private(&path)?;
     let options = SqliteConnectOptions::new()
         .filename(&path)

@@ -11,7 +11,7 @@ pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
     if firecracker.enabled == Some(false) {
         return vec![Check::skip(WHAT, "they are turned off (EMERGENT_FIRECRACKER)")];
     }
-    if let Some(url) = &firecracker.manager_url {
+    if let Some(url) = firecracker.manager_url() {
         let fix = "run `emergent firecracker-manager` there; FIRECRACKER_MANAGER_URL and FIRECRACKER_MANAGER_TOKEN say where \
                    it is and prove who asks";
         return vec![match manager_health(firecracker).await {

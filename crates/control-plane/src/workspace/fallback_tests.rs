@@ -70,7 +70,7 @@ impl WorkspaceProvider for Failing {
 
     async fn health(&self) -> Health {
         self.checked.fetch_add(1, Ordering::SeqCst);
-        Health { problem: self.problem.lock().unwrap().clone(), note: None, available: None }
+        Health { problem: self.problem.lock().unwrap().clone(), note: None, available: None, spares: 0 }
     }
 
     async fn create(&self, _spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_providers::{Health, SharedProvider};
 use emergent_wire::event::EventKind;
+use emergent_wire::pool::PoolShape;
 use emergent_wire::workspace::{
     Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus,
 };
@@ -36,6 +37,20 @@ pub(crate) struct HealthBoard {
 impl HealthBoard {
     fn last(&self, name: ProviderName) -> Option<(Health, DateTime<Utc>)> {
         self.checks.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned()
+    }
+
+    /// The spares that the providers' hosts shall have waiting.
+    pub(super) fn wanted_spares(&self) -> Vec<PoolShape> {
+        let checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
+        let wanting = checks.iter().filter(|(_, (health, _))| health.spares > 0);
+        let shape = |(name, (health, _)): (&ProviderName, &(Health, _))| PoolShape {
+            size: health.spares,
+            provider: Some((*name).into()),
+            image: None,
+            resource_limits: None,
+            network: None,
+        };
+        wanting.map(shape).collect()
     }
 
     /// Writes down a check; tells a change.
@@ -73,10 +88,8 @@ impl HealthBoard {
 }
 
 async fn check(provider: &SharedProvider) -> Health {
-    tokio::time::timeout(CHECK_WITHIN, provider.health()).await.unwrap_or_else(|_| Health {
-        problem: Some(format!("its check did not end within {} s", CHECK_WITHIN.as_secs())),
-        note: None,
-        available: None,
+    tokio::time::timeout(CHECK_WITHIN, provider.health()).await.unwrap_or_else(|_| {
+        Health::unhealthy(format!("its check did not end within {} s", CHECK_WITHIN.as_secs()))
     })
 }
 

@@ -403,7 +403,7 @@ impl WorkspaceProvider for ContainerProvider {
         let info = match self.engine.info().await {
             Ok(info) => info,
             Err(error) => {
-                return Health { problem: Some(error.to_string()), note: None, available: None };
+                return Health::unhealthy(error.to_string());
             }
         };
         self.host_cpus.store(cpus_of(&info), Ordering::Relaxed);
@@ -421,7 +421,8 @@ impl WorkspaceProvider for ContainerProvider {
         let disk = info.docker_root_dir.as_deref().map_or(0, free_bytes);
         let available =
             AvailableResources { cpus: cpus_of(&info), memory_bytes: free_memory(&info), disk_bytes: disk };
-        Health { problem, note: (!notes.is_empty()).then(|| notes.join("; ")), available: Some(available) }
+        let note = (!notes.is_empty()).then(|| notes.join("; "));
+        Health { problem, note, available: Some(available), spares: 0 }
     }
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {

@@ -38,6 +38,8 @@ const SEND_IMAGE: Duration = Duration::from_secs(900);
 const ANSWER_BYTES: usize = 16 << 20;
 /// What a request for a channel is upgraded to.
 const CHANNEL: &str = "emergent-channel";
+/// Where a manager keeps its token, in its own directory.
+pub const MANAGER_TOKEN_FILE: &str = "manager-token";
 /// The port of an address that names none.
 const DEFAULT_PORT: u16 = 7172;
 
@@ -60,12 +62,36 @@ enum Address {
 pub struct Client {
     url: String,
     address: Address,
-    token: SecretString,
+    token: Token,
+}
+
+/// What proves to a manager who asks.
+#[derive(Clone)]
+enum Token {
+    Given(SecretString),
+    /// A file that the manager makes when it first starts, which may be after us.
+    File(PathBuf),
+}
+
+impl Token {
+    fn get(&self) -> Result<SecretString, String> {
+        match self {
+            Self::Given(token) => Ok(token.clone()),
+            Self::File(path) => std::fs::read_to_string(path)
+                .map(|text| SecretString::from(text.trim()))
+                .map_err(|error| format!("its token is not at {}: {error}", path.display())),
+        }
+    }
 }
 
 impl Client {
-    /// A client of the manager at `unix:/path`, `https://host[:port]`, or `http://host[:port]`.
-    pub fn new(url: &str, token: SecretString, ca_certificate: Option<&Path>) -> Result<Self, String> {
+    /// A client of the manager at `unix:/path`, `https://host[:port]`, or `http://host[:port]`. The token of one on this
+    /// host is found beside its socket unless it is given.
+    pub fn new(
+        url: &str,
+        token: Option<SecretString>,
+        ca_certificate: Option<&Path>,
+    ) -> Result<Self, String> {
         let url = url.trim_end_matches('/').to_owned();
         let address = match url.split_once(':') {
             Some(("unix", path)) => {
@@ -87,6 +113,16 @@ impl Client {
                 Address::Tcp { host, port, tls }
             }
             _ => return Err(format!("'{url}' is not a unix:, https: or http: address")),
+        };
+        let token = match (token, &address) {
+            (Some(token), _) => Token::Given(token),
+            (None, Address::Unix(socket)) => Token::File(socket.with_file_name(MANAGER_TOKEN_FILE)),
+            (None, Address::Tcp { .. }) => {
+                return Err(format!(
+                    "the token of the Firecracker manager at {url} is needed: set FIRECRACKER_MANAGER_TOKEN to what is in the \
+                     file {MANAGER_TOKEN_FILE} of its directory"
+                ));
+            }
         };
         Ok(Self { url, address, token })
     }
@@ -132,13 +168,14 @@ impl Client {
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| self.unreachable(&error))?;
+        let token = self.token.get().map_err(|error| self.unreachable(&error))?;
         // Ends with the request, or lives on as the channel that it becomes.
         tokio::spawn(connection.with_upgrades());
         let mut request = Request::builder()
             .method(method)
             .uri(path)
             .header(header::HOST, "manager")
-            .header(header::AUTHORIZATION, format!("Bearer {}", self.token.expose_secret()))
+            .header(header::AUTHORIZATION, format!("Bearer {}", token.expose_secret()))
             .header(header::CONTENT_TYPE, content_type);
         if is_channel {
             request = request.header(header::CONNECTION, "upgrade").header(header::UPGRADE, CHANNEL);
@@ -292,7 +329,7 @@ mod tests {
     use super::*;
 
     fn address(url: &str) -> Result<Address, String> {
-        Client::new(url, SecretString::from("secret"), None).map(|client| client.address)
+        Client::new(url, Some(SecretString::from("secret")), None).map(|client| client.address)
     }
 
     #[test]
@@ -315,6 +352,10 @@ mod tests {
                 _ => panic!("{url}"),
             }
         }
+        assert!(
+            Client::new("https://vm.example", None, None)
+                .is_err_and(|error| error.contains("FIRECRACKER_MANAGER_TOKEN"))
+        );
         for url in ["", "vm.example", "ftp://x", "http://", "http://x/path", "https://a b"] {
             assert!(address(url).is_err(), "{url}");
         }

@@ -8,5 +8,5 @@ mod client;
 mod images;
 mod provider;
 
-pub use client::Client as ManagerClient;
+pub use client::{Client as ManagerClient, MANAGER_TOKEN_FILE};
 pub use provider::{FirecrackerOptions, FirecrackerProvider};

@@ -31,8 +31,8 @@ pub struct FirecrackerOptions {
     pub installation: InstallationId,
     /// Where the manager listens: `unix:/path`, `https://host:port` or `http://host:port`.
     pub url: String,
-    /// The manager's token.
-    pub token: SecretString,
+    /// The manager's token; one on this host keeps it beside its socket.
+    pub token: Option<SecretString>,
     /// A certificate that the manager's is checked against, instead of those that the host trusts.
     pub ca_certificate: Option<PathBuf>,
     /// The Docker engine's address; `DOCKER_HOST` or the usual socket unless given.
@@ -120,8 +120,9 @@ impl WorkspaceProvider for FirecrackerProvider {
                 problem: (!health.healthy).then(|| health.errors.join("; ")),
                 note: (!health.notes.is_empty()).then(|| health.notes.join("; ")),
                 available: Some(health.available),
+                spares: if health.healthy { health.warm_pool_size } else { 0 },
             },
-            Err(error) => Health { problem: Some(error.to_string()), note: None, available: None },
+            Err(error) => Health::unhealthy(error.to_string()),
         }
     }
 

@@ -115,17 +115,22 @@ impl Pool {
 impl Workspaces {
     /// What the pool shall hold, and whether that was set at run time.
     async fn pool_target(&self) -> Result<(PoolTarget, bool), ErrorDetail> {
-        let Some(text) = self.store.setting(SETTING).await.map_err(error_of)? else {
-            return Ok((self.settings.pool.target(), false));
-        };
+        let text = self.store.setting(SETTING).await.map_err(error_of)?.unwrap_or_default();
         if text.is_empty() {
-            return Ok((self.settings.pool.target(), false));
+            return Ok((self.configured_target(), false));
         }
         let target = serde_json::from_str(&text).unwrap_or_else(|error| {
             tracing::error!(%error, "the pool's setting can't be read: the configuration holds");
-            self.settings.pool.target()
+            self.configured_target()
         });
         Ok((target, true))
+    }
+
+    /// What this server's configuration asks for, and those of the providers' hosts.
+    fn configured_target(&self) -> PoolTarget {
+        let mut target = self.settings.pool.target();
+        target.shapes.extend(self.health.wanted_spares());
+        target
     }
 
     /// Sets what the pool shall hold, until it is set again or reset (none: the configuration holds again).
