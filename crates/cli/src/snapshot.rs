@@ -16,7 +16,8 @@ use crate::{pick, progress, workspace};
 
 /// Copy workspaces' files, and make workspaces of the copies
 ///
-/// A snapshot holds what is under /workspace. It outlives the workspace that it was made of.
+/// A snapshot holds what is under /workspace, on microVMs the whole disk, and its memory if that is asked for. It outlives
+/// the workspace that it was made of.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -37,13 +38,17 @@ enum SnapshotCommand {
     #[command(after_help = "\
 Examples:
   emergent snapshot create 3fa2c9d1
-  emergent snapshot create 3fa2c9d1 --description 'before the upgrade'")]
+  emergent snapshot create 3fa2c9d1 --description 'before the upgrade'
+  emergent snapshot create 3fa2c9d1 --memory           what runs in it goes on in its copies")]
     Create {
         /// The workspace's id, or a unique piece of its beginning or end
         id: String,
         /// What to remember it by
         #[arg(long, value_name = "TEXT")]
         description: Option<String>,
+        /// Copy its memory too, on microVMs: what runs in it goes on in workspaces that are made of the copy
+        #[arg(long)]
+        memory: bool,
         /// Print the id and nothing else
         #[arg(long, short, conflicts_with = "json")]
         quiet: bool,
@@ -117,10 +122,10 @@ impl CopyArgs {
 pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
     let context = Context::open(&args.connection)?;
     match args.command {
-        SnapshotCommand::Create { id, description, quiet } => {
+        SnapshotCommand::Create { id, description, memory, quiet } => {
             let id = context.workspace_id(&id).await?;
             let path = ["agent", "workspaces", &id.to_string(), "snapshot"];
-            let call = Call::post(&path).body(&CreateSnapshot { description })?;
+            let call = Call::post(&path).body(&CreateSnapshot { description, memory })?;
             let answer = progress::during("copying the workspace", context.client.call(call)).await?;
             context.show(&answer, |snapshot: Snapshot| {
                 if quiet { output::line(snapshot.id) } else { table([&snapshot]).print() }
@@ -166,8 +171,13 @@ async fn restore(context: &Context, id: SnapshotId, args: &CopyArgs) -> Result<(
 }
 
 /// Copies a workspace: through a snapshot that is gone afterwards.
-pub(crate) async fn fork(context: &Context, id: emergent_wire::WorkspaceId, args: &CopyArgs) -> Result<()> {
-    let request = CreateSnapshot { description: Some("made by `workspace fork`".to_owned()) };
+pub(crate) async fn fork(
+    context: &Context,
+    id: emergent_wire::WorkspaceId,
+    memory: bool,
+    args: &CopyArgs,
+) -> Result<()> {
+    let request = CreateSnapshot { description: Some("made by `workspace fork`".to_owned()), memory };
     let call = Call::post(&["agent", "workspaces", &id.to_string(), "snapshot"]).body(&request)?;
     let copied = progress::during("copying the workspace", context.client.call(call)).await?;
     let snapshot: Snapshot = copied.parse()?;

@@ -40,7 +40,10 @@ const DESTROY: [&str; 5] = [
     "manager.rules_removed",
     "manager.files_removed",
 ];
-const SNAPSHOT: [&str; 3] = ["manager.paused", "manager.disk_copied", "manager.goes_on"];
+const SNAPSHOT: [&str; 4] =
+    ["manager.paused", "manager.memory_copied", "manager.disk_copied", "manager.goes_on"];
+/// A step of a creation from a copy with memory.
+const FROM_MEMORY: [&str; 1] = ["manager.memory_loaded"];
 const IMAGE: [&str; 1] = ["manager.image_unpacked"];
 
 /// Steps of a server: sending the image that the first microVM needs …
@@ -61,6 +64,8 @@ struct World {
     manager: TestManager,
     image: String,
     kept: Value,
+    /// Copies that shall be there.
+    copies: BTreeSet<String>,
 }
 
 fn path(id: &str) -> String {
@@ -72,7 +77,7 @@ impl World {
         let microvms = Microvms::find(BINARY);
         let manager = TestManager::start(&microvms, BINARY, &[]).await;
         let image = manager.image().await;
-        let mut world = Self { microvms, manager, image, kept: Value::Null };
+        let mut world = Self { microvms, manager, image, kept: Value::Null, copies: BTreeSet::new() };
         let id = WorkspaceId::generate().to_string();
         world.kept = world.manager.request("PUT", &path(&id), Some(world.asked())).await.ok();
         world
@@ -137,6 +142,7 @@ impl World {
                 _ => match left.rsplit_once('/') {
                     Some(("jails/firecracker", id)) => running.contains(id),
                     Some(("machines", id)) => ids.contains(id),
+                    Some(("snapshots", file)) => self.copies.iter().any(|id| file.starts_with(id.as_str())),
                     _ => false,
                 },
             };
@@ -204,13 +210,27 @@ async fn killed_while_a_microvm_is_stopped_or_removed() {
 #[tokio::test]
 async fn killed_while_something_is_copied() {
     let mut world = World::start().await;
-    let body = json!({ "machine": world.kept["id"] });
+    let body = json!({ "machine": world.kept["id"], "memory": true });
     for step in SNAPSHOT {
         let copy = SnapshotId::generate();
         world.die(step, "PUT", &format!("/v1/snapshots/{copy}"), Some(body.clone())).await;
         let listed = world.manager.request("GET", "/v1/snapshots", None).await.ok();
         assert_eq!(listed["snapshots"], json!([]), "{step}");
     }
+    let copy = SnapshotId::generate();
+    let snapshot = format!("/v1/snapshots/{copy}");
+    world.manager.request("PUT", &snapshot, Some(body)).await.ok();
+    let mut asked = world.asked();
+    asked["snapshot"] = json!(copy);
+    world.copies.insert(copy.to_string());
+    for step in FROM_MEMORY {
+        let id = WorkspaceId::generate().to_string();
+        world.die(step, "PUT", &path(&id), Some(asked.clone())).await;
+        assert_eq!(world.phase(&id).await, "stopped", "{step}");
+        world.manager.request("DELETE", &path(&id), None).await.ok();
+    }
+    world.manager.request("DELETE", &snapshot, None).await.ok();
+    world.copies.clear();
     world.manager.terminate();
     world.manager.start_again(&[("EMERGENT_FAILPOINT", IMAGE[0])]).await;
     world.manager.put_image("/v1/images/another", "emergent/test-empty:latest").await;
@@ -343,13 +363,14 @@ async fn killed_while_a_server_uses_microvms() {
 
 #[test]
 fn every_failpoint_is_in_this_suite() {
-    let lists: [&[&str]; 13] = [
+    let lists: [&[&str]; 14] = [
         &BEFORE,
         &STARTING,
         &STARTED,
         &STOP,
         &DESTROY,
         &SNAPSHOT,
+        &FROM_MEMORY,
         &IMAGE,
         &SEND,
         &CREATE,

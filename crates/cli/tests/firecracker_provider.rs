@@ -436,3 +436,69 @@ async fn manager_handles_concurrent_vm_requests() {
     futures_util::future::join_all(ids.iter().map(|id| server.destroy(id))).await;
     end(&microvms, server);
 }
+
+#[tokio::test]
+async fn clones_of_memory_go_on_and_share_no_identity() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    // Something that runs, and something that was written.
+    server
+        .begin(&id, "echo $$ > pid; i=0; while true; do i=$((i + 1)); echo $i > count; sleep 0.5; done")
+        .await;
+    server.bash(&id, "until [ -s count ]; do sleep 0.1; done; echo kept > file").await;
+    let asked = json!({ "memory": true });
+    let snapshot = server.request("POST", &format!("{WORKSPACES}/{id}/snapshot"), Some(asked)).await.ok();
+    assert_eq!(snapshot["memory"], true, "{snapshot}");
+    let from = |more: Value| {
+        let mut body = json!({ "snapshot_id": snapshot["id"] });
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        body
+    };
+    let restore = format!("{WORKSPACES}/from-snapshot");
+    // Its size is what it was.
+    let other = from(json!({ "resource_limits": { "memory": "300M" } }));
+    assert_eq!(server.request("POST", &restore, Some(other)).await.error(422), "unacceptable");
+    let mut ids = vec![id];
+    for name in ["one", "two"] {
+        let body = from(json!({ "environment": { "NAME": name } }));
+        let made = server.request("POST", &restore, Some(body)).await;
+        ids.push(made.ok()["id"].as_str().unwrap().to_owned());
+    }
+    let identity = "hostname; cat /etc/machine-id /sys/class/net/eth0/address; hostname -I; cat /proc/net/route; \
+                    head -c 16 /dev/urandom | od -An -tx1; cat /proc/sys/kernel/random/uuid";
+    let mut seen: [HashSet<String>; 6] = Default::default();
+    for (number, id) in ids.iter().enumerate() {
+        // What ran goes on, from where it was.
+        let count = "kill -0 $(cat pid) && a=$(cat count); until [ $(cat count) -gt $a ]; do sleep 0.1; done; echo on";
+        assert_eq!(server.bash(id, count).await, "on\n", "{number}");
+        assert_eq!(server.bash(id, "cat file").await, "kept\n");
+        let text = server.bash(id, identity).await;
+        let lines: Vec<&str> = text.lines().collect();
+        let machine = machine(&server, id).await;
+        assert_eq!(lines[3].trim(), machine["address"].as_str().unwrap(), "{text}");
+        // One way out, on its own network.
+        assert_eq!(lines.iter().filter(|line| line.starts_with("eth0")).count(), 2, "{text}");
+        let parts = [lines[0], lines[1], lines[2], lines[3], lines[lines.len() - 2], lines[lines.len() - 1]];
+        for (set, part) in seen.iter_mut().zip(parts) {
+            assert!(set.insert(part.to_owned()), "{part} twice: {text}");
+        }
+        // The clock is the host's.
+        let time: i64 = server.bash(id, "date +%s").await.trim().parse().unwrap();
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+        assert!(now.abs_diff(time.unsigned_abs()) < 60, "{time} {now}");
+    }
+    assert_eq!(server.bash(&ids[1], "echo $NAME").await, "one\n");
+    assert_eq!(server.bash(&ids[2], "echo $NAME").await, "two\n");
+    // They are different machines from here on, also for their disks; and they come back without the copy.
+    server.bash(&ids[1], "echo changed > file; sync").await;
+    assert_eq!(server.bash(&ids[2], "cat file").await, "kept\n");
+    let path = format!("{WORKSPACES}/snapshots/{}", snapshot["id"].as_str().unwrap());
+    server.request("DELETE", &path, None).await.ok();
+    server.request("POST", &format!("{WORKSPACES}/{}/stop", ids[1]), None).await.ok();
+    server.request("POST", &format!("{WORKSPACES}/{}/resume", ids[1]), None).await.ok();
+    assert_eq!(server.bash(&ids[1], "cat file").await, "changed\n");
+    for id in &ids {
+        server.destroy(id).await;
+    }
+    end(&microvms, server);
+}

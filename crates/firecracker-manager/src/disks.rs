@@ -54,7 +54,7 @@ fn copy(from: &Path, to: &Path, bytes: Option<u64>) -> io::Result<()> {
 }
 
 /// Refuses a copy that the host has no room for. It is asked before, since a host whose disk is full helps nobody.
-fn check_room(directory: &Path, needed: u64) -> io::Result<()> {
+pub(crate) fn check_room(directory: &Path, needed: u64) -> io::Result<()> {
     let free = rustix::fs::statvfs(directory).map(|stat| stat.f_bavail * stat.f_frsize)?;
     if free < HOST_RESERVE_BYTES + needed {
         let (left, wanted) = (free >> 20, (HOST_RESERVE_BYTES + needed) >> 20);

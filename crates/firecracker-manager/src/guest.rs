@@ -13,6 +13,8 @@ use crate::socket;
 
 /// How long a connection to the agent may take that is to be asked to end.
 const ASK_TIME: Duration = Duration::from_secs(2);
+/// How long to wait before the agent is tried again that may not listen yet.
+const AGAIN: Duration = Duration::from_millis(20);
 /// How long it may take to put on the disk what was written.
 const FLUSH_TIME: Duration = Duration::from_secs(60);
 /// The longest line that says that a connection was made.
@@ -60,7 +62,16 @@ pub(crate) async fn identify(
     const WHAT: &str = "telling the guest agent who it is";
     let failed = |error: &dyn std::fmt::Display| ManagerError::failed(WHAT, error);
     let told = async {
-        let client = client(vsock, within).await?;
+        // One that was put back from a copy is not told when its agent listens again.
+        let client = loop {
+            match client(vsock, within).await {
+                Ok(client) => break client,
+                Err(error) => {
+                    tracing::debug!(%error, "the agent is not there yet");
+                    tokio::time::sleep(AGAIN).await;
+                }
+            }
+        };
         call.entropy = vec![0; 64];
         getrandom::fill(&mut call.entropy).map_err(|error| failed(&error))?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

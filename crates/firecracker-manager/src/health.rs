@@ -9,6 +9,7 @@ use emergent_wire::workspace::AvailableResources;
 use crate::cgroup::Groups;
 use crate::error::{ManagerError, on_host};
 use crate::kvm;
+use crate::machine::Begin;
 use crate::manager::{Manager, cpus};
 use crate::needs::{self, Need};
 use crate::record::Record;
@@ -62,14 +63,24 @@ impl Manager {
         self.kernel.get().await.map(drop)
     }
 
-    /// Checks what can be known before anything is made, and gives the file that the disk is copied from.
-    pub(crate) fn check_request(&self, request: &MachineRequest) -> Result<PathBuf, ManagerError> {
+    /// Checks what can be known before anything is made. Gives the file that the disk is copied from, and how the microVM
+    /// begins.
+    pub(crate) fn check_request(&self, request: &MachineRequest) -> Result<(PathBuf, Begin), ManagerError> {
         self.images.get(&request.image)?;
-        let source = match request.snapshot {
-            None => self.images.file(&request.image),
+        let (source, begin) = match request.snapshot {
+            None => (self.images.file(&request.image), Begin::Boot),
             Some(id) => {
-                self.snapshots.get(id).map_err(|_| ManagerError::NotFound(format!("copy {id}")))?;
-                self.snapshots.file(id)
+                let copy = self.snapshots.get(id);
+                let copy = copy.map_err(|_| ManagerError::NotFound(format!("copy {id}")))?;
+                let begin = match copy.memory_limits {
+                    None => Begin::Boot,
+                    Some(limits) if limits == request.limits => Begin::Copy(id),
+                    Some(_) => {
+                        let message = "a copy with memory has the limits of what it is a copy of, and can have no others";
+                        return Err(ManagerError::Unacceptable(message.to_owned()));
+                    }
+                };
+                (self.snapshots.file(id), begin)
             }
         };
         let smallest = fs::metadata(&source).map_or(0, |found| found.len());
@@ -79,7 +90,7 @@ impl Manager {
                 smallest.div_ceil(1 << 20)
             )));
         }
-        Ok(source)
+        Ok((source, begin))
     }
 
     /// Refuses a microVM that the host has no memory for, before it is started.

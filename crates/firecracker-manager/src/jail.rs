@@ -1,7 +1,7 @@
 //! A microVM's jail: the directory that its process sees as its whole file system, with links to what it needs.
 //!
 //! ```text
-//!  jails/firecracker/{id}/root/  kernel  initrd  disk.ext4  api.sock  v.sock  v.sock_1025
+//!  jails/firecracker/{id}/root/  kernel  initrd  disk.ext4  [state  memory]  api.sock  v.sock  v.sock_1025
 //! ```
 //!
 //! A jail is used once: a microVM that is started again gets another. The disk in it is the same file as in the microVM's
@@ -25,6 +25,9 @@ pub(crate) const KERNEL: &str = "/kernel";
 pub(crate) const INITRD: &str = "/initrd";
 pub(crate) const DISK: &str = "/disk.ext4";
 pub(crate) const VSOCK: &str = "/v.sock";
+/// What a microVM is put back from, or copied to.
+pub(crate) const STATE: &str = "/state";
+pub(crate) const MEMORY: &str = "/memory";
 const API: &str = "/api.sock";
 /// Open files of one process.
 const MOST_FILES: &str = "no-file=4096";
@@ -45,6 +48,8 @@ pub(crate) struct Parts<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initrd: &'a Path,
     pub(crate) disk: &'a Path,
+    /// State and memory of one that it is a copy of.
+    pub(crate) copy: Option<(&'a Path, &'a Path)>,
 }
 
 impl Jails {
@@ -57,7 +62,7 @@ impl Jails {
     }
 
     /// A file of a jail, as the host sees it.
-    fn file(&self, id: WorkspaceId, name: &str) -> PathBuf {
+    pub(crate) fn file(&self, id: WorkspaceId, name: &str) -> PathBuf {
         self.jail(id).join("root").join(name.trim_start_matches('/'))
     }
 
@@ -87,6 +92,10 @@ impl Jails {
         fs::hard_link(parts.kernel, self.file(id, KERNEL))?;
         fs::hard_link(parts.initrd, self.file(id, INITRD))?;
         fs::hard_link(parts.disk, self.file(id, DISK))?;
+        if let Some((state, memory)) = parts.copy {
+            fs::hard_link(state, self.file(id, STATE))?;
+            fs::hard_link(memory, self.file(id, MEMORY))?;
+        }
         fs::set_permissions(parts.disk, fs::Permissions::from_mode(0o600))?;
         chown(parts.disk, Some(slot.uid), Some(slot.uid))
     }

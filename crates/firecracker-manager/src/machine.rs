@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 
 use crate::error::{ManagerError, on_host};
-use crate::jail::{DISK, INITRD, KERNEL, Parts, VSOCK};
+use crate::jail::{DISK, INITRD, KERNEL, MEMORY, Parts, STATE, VSOCK};
 use crate::manager::{Manager, vcpus};
 use crate::process::Process;
 use crate::record::Record;
@@ -37,6 +38,15 @@ const CONNECT_TIME: Duration = Duration::from_secs(20);
 /// manager, and what can't be there is not looked for.
 const KERNEL_ARGUMENTS: &str = "console=ttyS0 quiet loglevel=1 reboot=k panic=1 pci=off i8042.noaux i8042.nomux i8042.nopnp \
                                 i8042.dumbkbd ipv6.disable=1";
+
+/// How a microVM begins to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// With its kernel.
+    Boot,
+    /// Where the one was that its memory is a copy of.
+    Copy(SnapshotId),
+}
 
 /// A microVM.
 pub(crate) struct Machine {
@@ -86,7 +96,7 @@ impl Manager {
         request: MachineRequest,
     ) -> Result<MachineView, ManagerError> {
         self.check_usable().await?;
-        let source = self.check_request(&request)?;
+        let (source, begin) = self.check_request(&request)?;
         let (machine, is_new) = {
             let mut machines = self.machines();
             let is_new = !machines.contains_key(&id);
@@ -104,7 +114,7 @@ impl Manager {
             let (disk, bytes) = (self.records.disk(id), request.limits.disk.bytes());
             on_host("making the disk", move || disks::ensure(&disk, &source, bytes)).await?;
             failpoint!("manager.disk_made");
-            self.boot(&machine).await
+            self.begin(&machine, begin).await
         };
         match created.await {
             Ok(()) => Ok(self.view(&machine.record())),
@@ -161,7 +171,7 @@ impl Manager {
         }
         let started = async {
             self.reserve(machine).await?;
-            self.boot(machine).await
+            self.begin(machine, Begin::Boot).await
         };
         if let Err(error) = started.await {
             self.end_run(machine, None).await?;
@@ -171,7 +181,7 @@ impl Manager {
     }
 
     /// From a disk and a slot to an agent that answers.
-    async fn boot(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<(), ManagerError> {
+    async fn begin(self: &Arc<Self>, machine: &Arc<Machine>, begin: Begin) -> Result<(), ManagerError> {
         let id = machine.id;
         let record = self
             .note(machine, |record| {
@@ -186,9 +196,14 @@ impl Manager {
         let kernel = self.kernel.get().await?;
         let (jails, initrd, disk, jailed) =
             (self.jails.clone(), self.initrd.clone(), self.records.disk(id), slot.clone());
+        let copy = match begin {
+            Begin::Boot => None,
+            Begin::Copy(snapshot) => Some(self.snapshots.memory(snapshot)),
+        };
         on_host("preparing the microVM's interface and jail", move || {
             tap::ensure(&jailed)?;
-            jails.make(id, &jailed, &Parts { kernel: &kernel, initrd: &initrd, disk: &disk })
+            let copy = copy.as_ref().map(|(state, memory)| (state.as_path(), memory.as_path()));
+            jails.make(id, &jailed, &Parts { kernel: &kernel, initrd: &initrd, disk: &disk, copy })
         })
         .await?;
         failpoint!("manager.jail_made");
@@ -200,7 +215,7 @@ impl Manager {
         let _starting = self.starts.acquire().await;
         let ready = self.listen_for_ready(id, &slot)?;
         let process = self.spawn(machine, &slot, &record).await?;
-        self.bring_up(machine, &record, &slot, process, ready).await?;
+        self.bring_up(machine, &record, &slot, process, begin, ready).await?;
         self.note(machine, |record| record.phase = MachinePhase::Running).await?;
         failpoint!("manager.running");
         self.watch(machine, process);
@@ -244,6 +259,7 @@ impl Manager {
         record: &Record,
         slot: &Slot,
         process: Process,
+        begin: Begin,
         ready: UnixListener,
     ) -> Result<(), ManagerError> {
         let within = self.options.boot_timeout();
@@ -256,13 +272,21 @@ impl Manager {
                 Err(_) => return Err(self.late("Firecracker's start", API_TIME, machine)),
             }
             let vmm = Vmm::at(api.clone());
-            self.configure(&vmm, record, slot).await?;
-            failpoint!("manager.vmm_configured");
-            vmm.start().await?;
-            failpoint!("manager.machine_started");
-            match tokio::time::timeout(within, ready.accept()).await {
-                Ok(_) => {}
-                Err(_) => return Err(self.late("the start of the guest agent", within, machine)),
+            match begin {
+                Begin::Boot => {
+                    self.configure(&vmm, record, slot).await?;
+                    failpoint!("manager.vmm_configured");
+                    vmm.start().await?;
+                    failpoint!("manager.machine_started");
+                    match tokio::time::timeout(within, ready.accept()).await {
+                        Ok(_) => {}
+                        Err(_) => return Err(self.late("the start of the guest agent", within, machine)),
+                    }
+                }
+                Begin::Copy(_) => {
+                    vmm.load_memory(STATE, MEMORY, &slot.interface).await?;
+                    failpoint!("manager.memory_loaded");
+                }
             }
             failpoint!("manager.agent_ready");
             let identity = self.identity(record, slot)?;
@@ -310,6 +334,7 @@ impl Manager {
             // The end of an id is its random part.
             hostname: id[id.len() - 12..].to_owned(),
             machine_id: id,
+            mac: Some(slot.mac.clone()),
             address: Some(slot.guest),
             prefix: PREFIX,
             gateway: is_open.then_some(slot.host),
@@ -477,24 +502,37 @@ impl Manager {
         Ok(self.view(&machine.record()))
     }
 
-    /// Copies a microVM's disk. Nothing in it runs meanwhile.
-    pub async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<MachineSnapshot, ManagerError> {
+    /// Copies a microVM's disk, and its memory if that is asked for. Nothing in it runs meanwhile.
+    pub async fn snapshot(
+        &self,
+        id: WorkspaceId,
+        to: SnapshotId,
+        with_memory: bool,
+    ) -> Result<MachineSnapshot, ManagerError> {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
         let record = machine.record();
         let runs = match record.phase {
             MachinePhase::Running => true,
+            MachinePhase::Stopped if with_memory => {
+                let message =
+                    "a microVM that does not run has no memory to copy: start it, or copy its disk alone";
+                return Err(ManagerError::Unacceptable(message.to_owned()));
+            }
             MachinePhase::Stopped => false,
             phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
         };
+        if with_memory {
+            let (directory, bytes) = (self.data_dir.clone(), record.request.limits.memory.bytes());
+            on_host("copying the memory", move || disks::check_room(&directory, bytes)).await?;
+        }
         if runs {
             guest::flush(&self.jails.vsock(id), CONNECT_TIME).await?;
             self.note(&machine, |record| record.phase = MachinePhase::Paused).await?;
             Vmm::at(self.jails.api(id)).set_paused(true).await?;
             failpoint!("manager.paused");
         }
-        let (disk, copy) = (self.records.disk(id), self.snapshots.file(to));
-        let copied = on_host("copying the disk", move || disks::copy_of(&disk, &copy)).await;
+        let copied = self.copy(id, to, with_memory).await;
         if runs {
             self.let_go_on(&machine).await?;
             failpoint!("manager.goes_on");
@@ -504,10 +542,33 @@ impl Manager {
             installation: record.request.installation,
             image: record.request.image,
             bytes: copied?,
+            memory_limits: with_memory.then_some(record.request.limits),
         };
         let (snapshots, described) = (self.snapshots.clone(), snapshot.clone());
         on_host("writing down what a copy is", move || snapshots.describe(&described)).await?;
         Ok(snapshot)
+    }
+
+    /// Copies what belongs to a microVM that is paused or stopped. Gives the bytes that the copy takes.
+    async fn copy(&self, id: WorkspaceId, to: SnapshotId, with_memory: bool) -> Result<u64, ManagerError> {
+        let mut bytes = 0;
+        if with_memory {
+            let (state, memory) = (self.jails.file(id, STATE), self.jails.file(id, MEMORY));
+            // A copy that this microVM was made of may be under these names; it is in use and stays.
+            let (old_state, old_memory) = (state.clone(), memory.clone());
+            on_host("copying the memory", move || {
+                remove_if_there(&old_state).and_then(|()| remove_if_there(&old_memory))
+            })
+            .await?;
+            Vmm::at(self.jails.api(id)).copy_memory(STATE, MEMORY).await?;
+            failpoint!("manager.memory_copied");
+            let snapshots = self.snapshots.clone();
+            bytes +=
+                on_host("copying the memory", move || snapshots.take_memory(to, &state, &memory)).await?;
+        }
+        let (disk, file) = (self.records.disk(id), self.snapshots.file(to));
+        bytes += on_host("copying the disk", move || disks::copy_of(&disk, &file)).await?;
+        Ok(bytes)
     }
 
     /// A connection to the agent of a microVM that runs.
@@ -535,5 +596,12 @@ pub(crate) async fn kill(process: Process) -> Result<(), ManagerError> {
             seconds: KILL_TIME.as_secs(),
             detail: None,
         }),
+    }
+}
+
+fn remove_if_there(path: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }

@@ -1,13 +1,14 @@
-//! Copies of microVMs' disks, which outlive them.
+//! Copies of microVMs' disks, and of the memory of some, which outlive them.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use emergent_host::copy::taken_bytes;
 use emergent_wire::SnapshotId;
 use emergent_wire::manager::MachineSnapshot;
 
-use crate::record::write_whole;
+use crate::record::{make_readable, write_whole};
 
 /// The copies of one manager.
 #[derive(Clone, Debug)]
@@ -26,6 +27,25 @@ impl Snapshots {
         self.directory.join(format!("{id}.ext4"))
     }
 
+    /// State and memory of a copy that has them.
+    pub(crate) fn memory(&self, id: SnapshotId) -> (PathBuf, PathBuf) {
+        (self.directory.join(format!("{id}.state")), self.directory.join(format!("{id}.memory")))
+    }
+
+    /// Takes over what a microVM's process has written in its jail. Microvms that are made of it read it, nobody writes.
+    pub(crate) fn take_memory(&self, id: SnapshotId, state: &Path, memory: &Path) -> io::Result<u64> {
+        let (own_state, own_memory) = self.memory(id);
+        let mut bytes = 0;
+        for (from, to) in [(state, own_state), (memory, own_memory)] {
+            std::os::unix::fs::chown(from, Some(0), Some(0))?;
+            make_readable(from)?;
+            fs::File::open(from)?.sync_all()?;
+            fs::rename(from, &to)?;
+            bytes += taken_bytes(&to)?;
+        }
+        Ok(bytes)
+    }
+
     fn description(&self, id: SnapshotId) -> PathBuf {
         self.directory.join(format!("{id}.json"))
     }
@@ -41,7 +61,9 @@ impl Snapshots {
 
     /// Removes a copy, or the part of it that there is. Its description goes first: a copy without one is none.
     pub(crate) fn remove(&self, id: SnapshotId) -> io::Result<()> {
-        for path in [self.description(id), self.file(id), self.file(id).with_extension("new")] {
+        let (state, memory) = self.memory(id);
+        for path in [self.description(id), self.file(id), self.file(id).with_extension("new"), state, memory]
+        {
             match fs::remove_file(path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 _ => {}

@@ -18,6 +18,8 @@ use crate::socket;
 
 /// How long one request may take. Starting a machine is one.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
+/// How long copying a machine's memory, or taking it back, may take.
+const MEMORY_TIME: Duration = Duration::from_secs(180);
 /// The largest answer.
 const ANSWER_BYTES: usize = 1 << 20;
 
@@ -53,9 +55,41 @@ impl Vmm {
         self.send(Method::PATCH, "/vm", &json!({ "state": state })).await.map(drop)
     }
 
+    /// Copies the state and the memory of a machine that is paused, to files of its jail.
+    pub(crate) async fn copy_memory(&self, state: &str, memory: &str) -> Result<(), ManagerError> {
+        let body = json!({ "snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory });
+        self.send_within(MEMORY_TIME, Method::PUT, "/snapshot/create", &body).await.map(drop)
+    }
+
+    /// Makes the machine one that was copied, on another interface, and lets it go on.
+    pub(crate) async fn load_memory(
+        &self,
+        state: &str,
+        memory: &str,
+        interface: &str,
+    ) -> Result<(), ManagerError> {
+        let body = json!({
+            "snapshot_path": state,
+            "mem_backend": { "backend_type": "File", "backend_path": memory },
+            "network_overrides": [{ "iface_id": "eth0", "host_dev_name": interface }],
+            "resume_vm": true,
+        });
+        self.send_within(MEMORY_TIME, Method::PUT, "/snapshot/load", &body).await.map(drop)
+    }
+
     async fn send(&self, method: Method, path: &str, body: &Value) -> Result<Value, ManagerError> {
-        let seconds = REQUEST_TIME.as_secs();
-        match tokio::time::timeout(REQUEST_TIME, self.exchange(method, path, body)).await {
+        self.send_within(REQUEST_TIME, method, path, body).await
+    }
+
+    async fn send_within(
+        &self,
+        within: Duration,
+        method: Method,
+        path: &str,
+        body: &Value,
+    ) -> Result<Value, ManagerError> {
+        let seconds = within.as_secs();
+        match tokio::time::timeout(within, self.exchange(method, path, body)).await {
             Ok(answer) => answer,
             Err(_) => Err(ManagerError::TimedOut {
                 what: "a request to Firecracker",

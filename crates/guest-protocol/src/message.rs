@@ -147,6 +147,8 @@ pub struct MachineCall {
     pub unix_time_ms: u64,
     /// Random bytes that no other machine gets.
     pub entropy: Vec<u8>,
+    /// The hardware address of its interface.
+    pub mac: Option<String>,
     /// Its address.
     pub address: Option<Ipv4Addr>,
     /// How many bits of the address name the network.

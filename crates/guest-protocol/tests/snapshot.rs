@@ -65,6 +65,7 @@ fn messages_and_frames_are_frozen() {
             machine_id: "0123456789abcdef0123456789abcdef".into(),
             unix_time_ms: 1_700_000_000_000,
             entropy: vec![1, 2, 3],
+            mac: Some("06:00:0a:00:00:02".into()),
             address: Some([10, 0, 0, 2].into()),
             prefix: 30,
             gateway: Some([10, 0, 0, 1].into()),

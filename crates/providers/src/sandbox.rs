@@ -158,8 +158,14 @@ pub trait WorkspaceProvider: Send + Sync {
     /// What an image runs by itself.
     async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError>;
 
-    /// Copies a sandbox's files. Nothing in the sandbox runs meanwhile. Gives the bytes that the copy takes.
-    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError>;
+    /// Copies a sandbox's files, and its memory where that is asked for and can be (`memory_snapshots`). Nothing in the
+    /// sandbox runs meanwhile. Gives the bytes that the copy takes.
+    async fn snapshot(
+        &self,
+        id: WorkspaceId,
+        to: SnapshotId,
+        with_memory: bool,
+    ) -> Result<u64, ProviderError>;
 
     /// Removes a copy, whole or not.
     async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError>;

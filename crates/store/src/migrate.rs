@@ -25,6 +25,7 @@ const MIGRATIONS: &[Migration] = &[
     Migration { version: 1, sql: include_str!("../migrations/0001_initial.sql") },
     Migration { version: 2, sql: include_str!("../migrations/0002_lifecycle.sql") },
     Migration { version: 3, sql: include_str!("../migrations/0003_mcp.sql") },
+    Migration { version: 4, sql: include_str!("../migrations/0004_memory_snapshots.sql") },
 ];
 
 /// The schema version that this program works with.
@@ -214,6 +215,7 @@ mod tests {
                 "7ef5249359895cadd08a5f49be755df79f0cbdf7b4685df4db0b5268b026d6ce",
                 "e3a9ae6f1746e4c42dfd57ae1f294d967296c64af1b8c91a682c48a754b88bc9",
                 "805e3acead371f4b92c024172d3e9715f535c50321c5ee1c9795eb0b6dce312c",
+                "240606f018aaa5a8ed70846ddbfa7c38b123c7b68a48c426994ad3487296682e",
             ]
         );
     }

@@ -22,8 +22,8 @@ const TABLE: &str = "workspace_snapshots";
 
 macro_rules! columns {
     () => {
-        "id, workspace_id, provider, description, image, network, resource_limits, size_bytes, status, owner, \
-         created_at"
+        "id, workspace_id, provider, description, image, network, resource_limits, memory, size_bytes, status, \
+         owner, created_at"
     };
 }
 
@@ -44,6 +44,8 @@ pub struct NewSnapshot {
     pub network: NetworkMode,
     /// The workspace's limits.
     pub limits: ResourceLimits,
+    /// Whether it holds the workspace's memory too.
+    pub memory: bool,
     /// When it was asked for.
     pub created_at: DateTime<Utc>,
 }
@@ -68,6 +70,7 @@ impl SnapshotRecord {
             image: row.text("image")?,
             network: row.name("network")?,
             resource_limits: row.json("resource_limits")?,
+            memory: row.boolean("memory")?,
             size_bytes: row.unsigned_or_null("size_bytes")?,
             status: row.name("status")?,
             created_at: row.time("created_at")?,
@@ -86,8 +89,8 @@ impl Store {
         writing!(self.db(), |connection| {
             let row = sqlx::query(concat!(
                 "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
-                     resource_limits, status, owner, created_at)
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, 'creating', $8, $9) RETURNING ",
+                     resource_limits, memory, status, owner, created_at)
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, 'creating', $9, $10) RETURNING ",
                 columns!()
             ))
             .bind(DbUuid(new.id.0))
@@ -97,6 +100,7 @@ impl Store {
             .bind(clean(&new.image))
             .bind(new.network.as_str())
             .bind(Json(&new.limits))
+            .bind(new.memory)
             .bind(DbUuid(self.server().0))
             .bind(DbTime::new(new.created_at))
             .fetch_one(&mut *connection)

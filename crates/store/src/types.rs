@@ -131,6 +131,7 @@ type Read<T> = std::result::Result<Option<T>, sqlx::Error>;
 pub(crate) trait DbRow {
     fn get_text(&self, column: &str) -> Read<String>;
     fn get_int(&self, column: &str) -> Read<i64>;
+    fn get_bool(&self, column: &str) -> Read<bool>;
     fn get_bytes(&self, column: &str) -> Read<Vec<u8>>;
     fn get_uuid(&self, column: &str) -> Read<DbUuid>;
     fn get_time(&self, column: &str) -> Read<DbTime>;
@@ -146,8 +147,8 @@ macro_rules! db_row {
         }
     };
     ($($row:ty),*) => {
-        $(db_row!($row: get_text -> String, get_int -> i64, get_bytes -> Vec<u8>, get_uuid -> DbUuid,
-            get_time -> DbTime, get_json -> Json<Value>);)*
+        $(db_row!($row: get_text -> String, get_int -> i64, get_bool -> bool, get_bytes -> Vec<u8>,
+            get_uuid -> DbUuid, get_time -> DbTime, get_json -> Json<Value>);)*
     };
 }
 
@@ -217,6 +218,10 @@ impl<'r, R: DbRow> Reader<'r, R> {
 
     pub(crate) fn unsigned(&self, column: &'static str) -> Result<u64> {
         self.need(column, self.unsigned_or_null(column))
+    }
+
+    pub(crate) fn boolean(&self, column: &'static str) -> Result<bool> {
+        self.need(column, self.check(column, self.row.get_bool(column)))
     }
 
     pub(crate) fn bytes_or_null(&self, column: &'static str) -> Result<Option<Vec<u8>>> {

@@ -111,13 +111,16 @@ pub struct MachineImage {
     pub settings: ImageSettings,
 }
 
-/// Asks for a copy of a microVM's disk.
+/// Asks for a copy of a microVM's disk, and of its memory if that is said.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MachineSnapshotRequest {
     /// Of which one.
     pub machine: WorkspaceId,
+    /// Whether its memory is copied too: then what runs in it goes on in what is made of the copy.
+    #[serde(default)]
+    pub memory: bool,
 }
 
 /// A copy of a microVM's disk.
@@ -132,6 +135,9 @@ pub struct MachineSnapshot {
     pub image: String,
     /// The bytes it takes.
     pub bytes: u64,
+    /// The limits that go with a copy of memory; what is made of it can have no others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_limits: Option<ResourceLimits>,
 }
 
 /// A list of copies.

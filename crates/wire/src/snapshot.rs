@@ -33,6 +33,10 @@ pub struct CreateSnapshot {
     /// What to remember it by.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
+    /// Copy its memory too, where the provider can (`memory_snapshots`): what runs in it goes on in workspaces that are made
+    /// of the copy, with the variables that it has. Calls in progress are cut off; commands in the background are not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub memory: bool,
 }
 
 impl CreateSnapshot {
@@ -64,6 +68,9 @@ pub struct Snapshot {
     pub network: NetworkMode,
     /// The workspace's limits.
     pub resource_limits: ResourceLimits,
+    /// Whether it holds the workspace's memory too.
+    #[serde(default)]
+    pub memory: bool,
     /// What it takes on the host's disk; null until it is ready.
     pub size_bytes: Option<u64>,
     /// Where it stands.
@@ -90,7 +97,8 @@ pub struct SnapshotList {
 pub struct FromSnapshot {
     /// The snapshot.
     pub snapshot_id: SnapshotId,
-    /// What it may use at most; the disk can't be smaller than the snapshot's.
+    /// What it may use at most; the disk can't be smaller than the snapshot's, and all of it is as in the snapshot where that
+    /// holds memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// Variables that every command in the workspace sees. Sealed at rest, never shown again.

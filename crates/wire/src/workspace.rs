@@ -497,6 +497,9 @@ pub struct Capabilities {
     pub persistence: bool,
     /// It can copy a workspace's disk.
     pub snapshots: bool,
+    /// It can copy a workspace's memory too.
+    #[serde(default)]
+    pub memory_snapshots: bool,
     /// It can keep spares.
     pub warm_pool: bool,
     /// What it needs, such as `docker` or `kvm`.

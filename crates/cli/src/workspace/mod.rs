@@ -55,12 +55,17 @@ enum WorkspaceCommand {
     Attach(attach::AttachArgs),
     Detach(attach::DetachArgs),
     /// Copy a workspace with its files
-    #[command(
-        after_help = "Examples:\n  emergent workspace fork 3fa2c9d1\n  copy=$(emergent workspace fork 3fa2c9d1 -q)"
-    )]
+    #[command(after_help = "\
+Examples:
+  emergent workspace fork 3fa2c9d1
+  copy=$(emergent workspace fork 3fa2c9d1 -q)
+  emergent workspace fork 3fa2c9d1 --memory            what runs in it goes on in both")]
     Fork {
         #[command(flatten)]
         which: lifecycle::IdArgs,
+        /// Copy its memory too, on microVMs: what runs in it goes on in both
+        #[arg(long)]
+        memory: bool,
         #[command(flatten)]
         copy: CopyArgs,
     },
@@ -87,9 +92,9 @@ pub(crate) async fn run(args: WorkspaceArgs) -> Result<u8> {
         WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, "resume").await,
         WorkspaceCommand::Attach(args) => attach::attach(&context, args).await,
         WorkspaceCommand::Detach(args) => attach::detach(&context, args).await,
-        WorkspaceCommand::Fork { which, copy } => {
+        WorkspaceCommand::Fork { which, memory, copy } => {
             let id = context.workspace_id(&which.id).await?;
-            snapshot::fork(&context, id, &copy).await?;
+            snapshot::fork(&context, id, memory, &copy).await?;
             Ok(0)
         }
         WorkspaceCommand::Destroy(args) => lifecycle::destroy(&context, &args).await,

@@ -152,6 +152,13 @@ impl Workspaces {
         }
         let limits = request.resource_limits.unwrap_or_default().or(snapshot.resource_limits);
         limits.validate()?;
+        if snapshot.memory && limits != snapshot.resource_limits {
+            let message = format!(
+                "snapshot {} holds memory: a workspace of it has the same resource_limits; leave them out",
+                snapshot.id
+            );
+            return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+        }
         if limits.disk < snapshot.resource_limits.disk {
             let message = format!(
                 "resource_limits.disk is {}: the snapshot's disk has {}, and a disk can only grow",

@@ -56,6 +56,7 @@ impl WorkspaceProvider for Failing {
         Capabilities {
             isolation: IsolationLevel::Microvm,
             persistence: true,
+            memory_snapshots: false,
             snapshots: false,
             warm_pool: false,
             requires: vec!["kvm".to_owned()],
@@ -115,7 +116,12 @@ impl WorkspaceProvider for Failing {
         Ok(ImageProgram::default())
     }
 
-    async fn snapshot(&self, _id: WorkspaceId, _to: SnapshotId) -> Result<u64, ProviderError> {
+    async fn snapshot(
+        &self,
+        _id: WorkspaceId,
+        _to: SnapshotId,
+        _with_memory: bool,
+    ) -> Result<u64, ProviderError> {
         self.fails()
     }
 

@@ -191,6 +191,7 @@ fn disabled_info(name: ProviderName, active_workspaces: u64) -> ProviderInfo {
         capabilities: Capabilities {
             isolation,
             persistence: true,
+            memory_snapshots: false,
             snapshots: false,
             warm_pool: false,
             requires: vec![requires.to_owned()],

@@ -1,4 +1,4 @@
-//! Copies of workspaces' files.
+//! Copies of workspaces' files, and of the memory of some.
 //!
 //! ```text
 //! row 'creating' ─▶ the sandbox pauses ─▶ disk copied ─▶ it goes on ─▶ 'ready'
@@ -40,6 +40,13 @@ impl Workspaces {
             );
             return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
         }
+        if request.memory && !provider.capabilities().memory_snapshots {
+            let message = format!(
+                "{} can't copy the memory of workspaces (see GET …/providers): leave `memory` out to copy the files",
+                provider.name()
+            );
+            return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+        }
         let new = NewSnapshot {
             id: SnapshotId::generate(),
             workspace_id: id,
@@ -48,11 +55,12 @@ impl Workspaces {
             image: record.image.clone(),
             network: record.network,
             limits: record.workspace.resource_limits,
+            memory: request.memory,
             created_at: self.clock.now(),
         };
         self.store.insert_snapshot(&new).await.map_err(error_of)?;
         failpoint!("snapshot.row_written");
-        match provider.snapshot(id, new.id).await {
+        match provider.snapshot(id, new.id, new.memory).await {
             Ok(size) => {
                 let snapshot = self.store.snapshot_is_ready(new.id, size).await.map_err(error_of)?;
                 failpoint!("snapshot.ready");

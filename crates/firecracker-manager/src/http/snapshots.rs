@@ -17,7 +17,7 @@ pub(super) async fn list(State(app): State<App>) -> Result<Json<MachineSnapshotL
     Ok(Json(MachineSnapshotList { snapshots: app.manager.snapshots().await? }))
 }
 
-/// Copy a microVM's disk.
+/// Copy a microVM's disk, and its memory if that is asked for.
 #[utoipa::path(put, path = "/v1/snapshots/{id}", tag = "snapshots", params(("id" = String, Path)),
     request_body = MachineSnapshotRequest,
     responses((status = 200, body = MachineSnapshot), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -26,7 +26,7 @@ pub(super) async fn create(
     Path(id): Path<SnapshotId>,
     Json(request): Json<MachineSnapshotRequest>,
 ) -> Result<Json<MachineSnapshot>, ApiError> {
-    Ok(Json(app.manager.snapshot(request.machine, id).await?))
+    Ok(Json(app.manager.snapshot(request.machine, id, request.memory).await?))
 }
 
 /// Remove a copy, whole or not.

@@ -30,7 +30,10 @@ pub(crate) fn take_on(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), Erro
         log(&format!("/etc/machine-id can't be written: {error}"));
     }
     if let Some(address) = call.address {
-        interface::set_address(INTERFACE, address, call.prefix)
+        // With it goes all that it knew of another network.
+        interface::bring_down(INTERFACE)
+            .and_then(|()| call.mac.as_deref().map_or(Ok(()), |mac| interface::set_mac(INTERFACE, mac)))
+            .and_then(|()| interface::set_address(INTERFACE, address, call.prefix))
             .map_err(|error| failed("setting the address", error))?;
     }
     if let Some(gateway) = call.gateway {

@@ -12,14 +12,41 @@ const IFF_UP: libc::c_short = libc::IFF_UP as libc::c_short;
 #[expect(clippy::cast_possible_truncation, reason = "the family is 2")]
 const AF_INET: libc::sa_family_t = libc::AF_INET as libc::sa_family_t;
 
+const MAC_BYTES: usize = 6;
+
 /// Switches an interface on.
 pub(crate) fn bring_up(name: &str) -> io::Result<()> {
+    switch(name, true)
+}
+
+/// Switches an interface off; its routes are gone.
+pub(crate) fn bring_down(name: &str) -> io::Result<()> {
+    switch(name, false)
+}
+
+fn switch(name: &str, on: bool) -> io::Result<()> {
     let socket = control()?;
     let mut request = Request::of(name)?;
     request.call(&socket, libc::SIOCGIFFLAGS)?;
     // SAFETY: the kernel has filled in the flags.
-    unsafe { request.0.ifr_ifru.ifru_flags |= IFF_UP };
+    let flags = unsafe { request.0.ifr_ifru.ifru_flags };
+    request.0.ifr_ifru.ifru_flags = if on { flags | IFF_UP } else { flags & !IFF_UP };
     request.call(&socket, libc::SIOCSIFFLAGS)
+}
+
+/// Gives an interface that is switched off a hardware address, such as `06:00:0a:51:00:1e`.
+pub(crate) fn set_mac(name: &str, mac: &str) -> io::Result<()> {
+    let bytes: Option<Vec<u8>> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    let bytes = bytes.filter(|bytes| bytes.len() == MAC_BYTES).ok_or(io::ErrorKind::InvalidInput)?;
+    let mut request = Request::of(name)?;
+    // SAFETY: all fields are plain numbers, for which zero is a value.
+    let mut address: libc::sockaddr = unsafe { std::mem::zeroed() };
+    address.sa_family = libc::ARPHRD_ETHER;
+    for (to, from) in address.sa_data.iter_mut().zip(bytes) {
+        *to = from.cast_signed();
+    }
+    request.0.ifr_ifru.ifru_hwaddr = address;
+    request.call(&control()?, libc::SIOCSIFHWADDR)
 }
 
 /// Gives an interface its one address, and switches it on.

@@ -388,6 +388,7 @@ impl WorkspaceProvider for ContainerProvider {
             isolation,
             persistence: true,
             snapshots: self.disks.is_ok(),
+            memory_snapshots: false,
             warm_pool: true,
             requires: requires.into_iter().map(str::to_owned).collect(),
             disk_quota: self.disk_quota(),
@@ -564,7 +565,15 @@ impl WorkspaceProvider for ContainerProvider {
         Ok(program_of(config))
     }
 
-    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {
+    async fn snapshot(
+        &self,
+        id: WorkspaceId,
+        to: SnapshotId,
+        with_memory: bool,
+    ) -> Result<u64, ProviderError> {
+        if with_memory {
+            return Err(ProviderError::Unacceptable("the memory of containers can't be copied".to_owned()));
+        }
         let disks = self.copyable_disks()?;
         let name = name_of(id);
         let failed = |error: EngineError| ProviderError::failed("pausing the container", error);

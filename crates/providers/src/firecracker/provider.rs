@@ -103,6 +103,7 @@ impl WorkspaceProvider for FirecrackerProvider {
             isolation: IsolationLevel::Microvm,
             persistence: true,
             snapshots: true,
+            memory_snapshots: true,
             warm_pool: true,
             requires: ["kvm", "firecracker"].map(str::to_owned).to_vec(),
             disk_quota: DiskQuota::Enforced,
@@ -193,8 +194,13 @@ impl WorkspaceProvider for FirecrackerProvider {
         })
     }
 
-    async fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> Result<u64, ProviderError> {
-        let request = MachineSnapshotRequest { machine: id };
+    async fn snapshot(
+        &self,
+        id: WorkspaceId,
+        to: SnapshotId,
+        with_memory: bool,
+    ) -> Result<u64, ProviderError> {
+        let request = MachineSnapshotRequest { machine: id, memory: with_memory };
         let copied: MachineSnapshot = self.client.put(&snapshot(to), &request).await?;
         Ok(copied.bytes)
     }

@@ -19,6 +19,7 @@ fn new(workspace_id: WorkspaceId, minutes: i64) -> NewSnapshot {
         image: "image".to_owned(),
         network: NetworkMode::Isolated,
         limits: ResourceLimits::default(),
+        memory: true,
         created_at: start() + TimeDelta::minutes(minutes),
     }
 }
@@ -32,7 +33,7 @@ pub(crate) async fn a_snapshot_is_made_used_and_removed(db: TestDb) {
     let ready = store.snapshot_is_ready(made.id, 4096).await.unwrap();
     assert_eq!((ready.status, ready.size_bytes), (SnapshotStatus::Ready, Some(4096)));
     assert_eq!(ready.description.as_deref(), Some("before the change"));
-    assert_eq!((ready.network, ready.created_at), (NetworkMode::Isolated, start()));
+    assert_eq!((ready.network, ready.memory, ready.created_at), (NetworkMode::Isolated, true, start()));
     assert_eq!(store.snapshot(made.id).await.unwrap().owner, None);
 
     store.delete_snapshot(made.id).await.unwrap();
