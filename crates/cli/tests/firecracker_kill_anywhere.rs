@@ -210,8 +210,10 @@ async fn killed_while_a_microvm_is_stopped_or_removed() {
 #[tokio::test]
 async fn killed_while_something_is_copied() {
     let mut world = World::start().await;
-    let body = json!({ "machine": world.kept["id"], "memory": true });
-    for step in SNAPSHOT {
+    // The double can't copy memory.
+    let with_memory = world.microvms.is_real();
+    let body = json!({ "machine": world.kept["id"], "memory": with_memory });
+    for step in SNAPSHOT.into_iter().filter(|step| with_memory || *step != "manager.memory_copied") {
         let copy = SnapshotId::generate();
         world.die(step, "PUT", &format!("/v1/snapshots/{copy}"), Some(body.clone())).await;
         let listed = world.manager.request("GET", "/v1/snapshots", None).await.ok();
@@ -223,7 +225,7 @@ async fn killed_while_something_is_copied() {
     let mut asked = world.asked();
     asked["snapshot"] = json!(copy);
     world.copies.insert(copy.to_string());
-    for step in FROM_MEMORY {
+    for step in FROM_MEMORY.into_iter().filter(|_| with_memory) {
         let id = WorkspaceId::generate().to_string();
         world.die(step, "PUT", &path(&id), Some(asked.clone())).await;
         assert_eq!(world.phase(&id).await, "stopped", "{step}");

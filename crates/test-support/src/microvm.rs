@@ -191,11 +191,17 @@ impl TestManager {
             environment.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         let process = spawn(Path::new(binary), &directory, &environment);
         let mut manager = Self { binary: binary.into(), environment, directory, process, janitor };
-        manager.wait_until_it_answers().await;
+        manager.wait_until_it_answers(1).await;
         manager
     }
 
-    async fn wait_until_it_answers(&mut self) {
+    /// How often managers of this directory have said that they listen.
+    fn starts(&self) -> usize {
+        self.log().matches("listening on").count()
+    }
+
+    /// Waits for the manager that is the so-manieth. A child of one that was killed may still hold its socket for a moment.
+    async fn wait_until_it_answers(&mut self, starts: usize) {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.process.try_wait().expect("the process can be waited for") {
@@ -203,7 +209,7 @@ impl TestManager {
             }
             assert!(begun.elapsed() < Duration::from_secs(60), "the manager does not begin:\n{}", self.log());
             let sockets = tokio::net::UnixStream::connect(self.directory.join("manager.sock"));
-            if sockets.await.is_ok() && self.log().contains("listening on") {
+            if self.starts() >= starts && sockets.await.is_ok() {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -254,8 +260,9 @@ impl TestManager {
     pub async fn start_again(&mut self, more: &[(&str, &str)]) {
         let mut environment = self.environment.clone();
         environment.extend(more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
+        let starts = self.starts() + 1;
         self.process = spawn(&self.binary, &self.directory, &environment);
-        self.wait_until_it_answers().await;
+        self.wait_until_it_answers(starts).await;
     }
 
     /// Sends SIGTERM and waits.
@@ -357,6 +364,9 @@ impl TestManager {
         if let Some(body) = body {
             request = request.json(&body);
         }
-        let _ = request.bearer_auth(token.trim()).send().await;
+        if let Ok(answer) = request.bearer_auth(token.trim()).send().await {
+            // Seen when the test fails.
+            eprintln!("{path}: {} {}", answer.status(), answer.text().await.unwrap_or_default());
+        }
     }
 }

@@ -9,7 +9,6 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
@@ -20,7 +19,7 @@ use crate::qmp::Qmp;
 const LISTENS_WITHIN: Duration = Duration::from_secs(20);
 
 /// What was told before the start, under the path it was put to.
-#[derive(Default, Serialize, Deserialize)]
+#[derive(Default)]
 pub(crate) struct Plan {
     pub(crate) machine: Value,
     pub(crate) boot: Value,
@@ -34,22 +33,11 @@ pub(crate) struct Plan {
 pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) qemu: Child,
-    settings: Settings,
-    root: PathBuf,
-    /// Where vsock's connections come in, if there is to be one.
-    uds: Option<PathBuf>,
-    /// What carries it, while it is plugged in.
-    vsock: Option<Child>,
+    _vsock: Option<Child>,
 }
 
 impl Machine {
-    /// Starts a machine: from its kernel, or as it was when its memory was copied to a file.
-    pub(crate) async fn start(
-        settings: &Settings,
-        root: &Path,
-        plan: &Plan,
-        memory_file: Option<&Path>,
-    ) -> anyhow::Result<Self> {
+    pub(crate) async fn start(settings: &Settings, root: &Path, plan: &Plan) -> anyhow::Result<Self> {
         let inside = |path: &Value| -> anyhow::Result<PathBuf> {
             let path = path.as_str().context("a path is a text")?;
             Ok(root.join(path.trim_start_matches('/')))
@@ -58,7 +46,10 @@ impl Machine {
         check_kernel(&kernel)?;
         let memory = plan.machine["mem_size_mib"].as_u64().context("mem_size_mib is needed")?;
         let cpus = plan.machine["vcpu_count"].as_u64().context("vcpu_count is needed")?;
-        let uds = plan.vsock.as_ref().map(|vsock| inside(&vsock["uds_path"])).transpose()?;
+        let vsock = match &plan.vsock {
+            Some(vsock) => Some(start_vsock(settings, root, &inside(&vsock["uds_path"])?).await?),
+            None => None,
+        };
         let initrd = root.join("double-initrd");
         add_archive(&inside(&plan.boot["initrd_path"])?, &settings.modules, &initrd)?;
         let append = plan.boot["boot_args"].as_str().unwrap_or_default();
@@ -67,7 +58,7 @@ impl Machine {
         let mut qemu = child(&settings.qemu);
         qemu.current_dir(root);
         qemu.args(["-accel", "tcg", "-M", "q35,memory-backend=memory", "-nodefaults", "-no-user-config"])
-            .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
+            .args(["-display", "none", "-no-reboot", "-serial", "stdio"])
             .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
             .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
             .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
@@ -94,8 +85,10 @@ impl Machine {
                 &format!("virtio-net-pci,netdev=n{number},mac={mac},romfile="),
             ]);
         }
-        // Where vsock is plugged in.
-        qemu.args(["-device", "pcie-root-port,id=plug,chassis=1,slot=1"]);
+        if vsock.is_some() {
+            qemu.args(["-chardev", "socket,id=vsock,path=vhost.sock"]);
+            qemu.args(["-device", "vhost-user-vsock-pci,chardev=vsock"]);
+        }
         if plan.has_entropy {
             qemu.args([
                 "-object",
@@ -104,85 +97,11 @@ impl Machine {
                 "virtio-rng-pci,rng=rng",
             ]);
         }
-        if let Some(file) = memory_file {
-            qemu.args(["-incoming", &format!("exec:cat '{}'", file.display())]);
-        }
         let mut qemu = qemu.stdin(Stdio::null()).spawn().context("QEMU can't be started")?;
         let socket = root.join("qmp.sock");
         let control = wait_for("QEMU", &mut qemu, || UnixStream::connect(&socket).ok()).await?;
         control.set_nonblocking(true)?;
-        let qmp = Qmp::greet(tokio::net::UnixStream::from_std(control)?).await?;
-        let (settings, root) = (settings.clone(), root.to_owned());
-        let mut machine = Self { qmp, qemu, settings, root, uds, vsock: None };
-        match memory_file {
-            Some(_) => {
-                let is_over = |status: &Value| status["status"] != "inmigrate";
-                machine.qmp.wait_until("query-status", json!({}), is_over).await?;
-            }
-            None => {
-                machine.plug_in_vsock().await?;
-                machine.qmp.run("cont", json!({})).await?;
-            }
-        }
-        Ok(machine)
-    }
-
-    async fn plug_in_vsock(&mut self) -> anyhow::Result<()> {
-        let Some(uds) = &self.uds else {
-            return Ok(());
-        };
-        self.vsock = Some(start_vsock(&self.settings, &self.root, uds).await?);
-        let address = json!({ "type": "unix", "data": { "path": "vhost.sock" } });
-        let backend = json!({ "type": "socket", "data": { "addr": address, "server": false } });
-        self.qmp.run("chardev-add", json!({ "id": "vsock", "backend": backend })).await?;
-        let device =
-            json!({ "driver": "vhost-user-vsock-pci", "id": "vsock", "chardev": "vsock", "bus": "plug" });
-        self.qmp.run("device_add", device).await.map(drop)
-    }
-
-    /// Takes vsock away from a machine that is paused. For that it runs for a moment.
-    async fn unplug_vsock(&mut self) -> anyhow::Result<()> {
-        if self.vsock.is_none() {
-            return Ok(());
-        }
-        self.qmp.run("cont", json!({})).await?;
-        self.qmp.run("device_del", json!({ "id": "vsock" })).await?;
-        let is_gone = |list: &Value| list.as_array().into_iter().flatten().all(|one| one["name"] != "vsock");
-        self.qmp.wait_until("qom-list", json!({ "path": "/machine/peripheral" }), is_gone).await?;
-        self.qmp.run("stop", json!({})).await?;
-        self.qmp.run("chardev-remove", json!({ "id": "vsock" })).await?;
-        if let Some(mut vsock) = self.vsock.take() {
-            vsock.kill().await?;
-        }
-        Ok(())
-    }
-
-    /// Stops all CPUs, or lets them go on.
-    pub(crate) async fn set_paused(&mut self, paused: bool) -> anyhow::Result<()> {
-        if paused {
-            return self.qmp.run("stop", json!({})).await.map(drop);
-        }
-        let unplugged = self.vsock.is_none() && self.uds.is_some();
-        self.qmp.run("cont", json!({})).await?;
-        if unplugged {
-            self.plug_in_vsock().await?;
-            let path = json!({ "path": "/machine/peripheral/vsock/virtio-backend" });
-            let is_used = |found: &Value| found["status"].to_string().contains("DRIVER_OK");
-            self.qmp.wait_until("x-query-virtio-status", path, is_used).await?;
-        }
-        Ok(())
-    }
-
-    /// Copies the memory of a machine that is paused.
-    pub(crate) async fn copy_memory(&mut self, to: &Path) -> anyhow::Result<()> {
-        self.unplug_vsock().await?;
-        self.qmp.run("migrate", json!({ "uri": format!("exec:cat > '{}'", to.display()) })).await?;
-        let is_over = |state: &Value| state["status"] == "completed" || state["status"] == "failed";
-        let state = self.qmp.wait_until("query-migrate", json!({}), is_over).await?;
-        if state["status"] == "failed" {
-            bail!("the memory can't be copied: {state}");
-        }
-        Ok(())
+        Ok(Self { qmp: Qmp::greet(tokio::net::UnixStream::from_std(control)?).await?, qemu, _vsock: vsock })
     }
 
     /// Presses the keys that restart a machine.
@@ -195,9 +114,6 @@ impl Machine {
 
 async fn start_vsock(settings: &Settings, root: &Path, uds: &Path) -> anyhow::Result<Child> {
     let socket = root.join("vhost.sock");
-    for used in [&socket, uds] {
-        let _ = fs::remove_file(used);
-    }
     let option = format!("guest-cid=3,socket={},uds-path={}", socket.display(), uds.display());
     let mut vsock = child(&settings.vhost_device_vsock)
         .args(["--vm", &option])

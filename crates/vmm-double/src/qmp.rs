@@ -1,7 +1,5 @@
 //! QEMU's own control socket.
 
-use std::time::Duration;
-
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -33,22 +31,6 @@ impl Qmp {
             if let Some(error) = answer.get("error") {
                 bail!("QEMU refuses {command}: {error}");
             }
-        }
-    }
-
-    /// Asks again and again until the answer is one that is waited for.
-    pub(crate) async fn wait_until(
-        &mut self,
-        question: &str,
-        arguments: Value,
-        is_it: impl Fn(&Value) -> bool,
-    ) -> anyhow::Result<Value> {
-        loop {
-            let answer = self.run(question, arguments.clone()).await?;
-            if is_it(&answer) {
-                return Ok(answer);
-            }
-            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
