@@ -39,7 +39,7 @@ enum SnapshotCommand {
 Examples:
   emergent snapshot create 3fa2c9d1
   emergent snapshot create 3fa2c9d1 --description 'before the upgrade'
-  emergent snapshot create 3fa2c9d1 --memory           what runs in it goes on in its copies")]
+  emergent snapshot create 3fa2c9d1 --with-memory      what runs in it goes on in its copies")]
     Create {
         /// The workspace's id, or a unique piece of its beginning or end
         id: String,
@@ -48,7 +48,7 @@ Examples:
         description: Option<String>,
         /// Copy its memory too, on microVMs: what runs in it goes on in workspaces that are made of the copy
         #[arg(long)]
-        memory: bool,
+        with_memory: bool,
         /// Print the id and nothing else
         #[arg(long, short, conflicts_with = "json")]
         quiet: bool,
@@ -122,10 +122,10 @@ impl CopyArgs {
 pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
     let context = Context::open(&args.connection)?;
     match args.command {
-        SnapshotCommand::Create { id, description, memory, quiet } => {
+        SnapshotCommand::Create { id, description, with_memory, quiet } => {
             let id = context.workspace_id(&id).await?;
             let path = ["agent", "workspaces", &id.to_string(), "snapshot"];
-            let call = Call::post(&path).body(&CreateSnapshot { description, memory })?;
+            let call = Call::post(&path).body(&CreateSnapshot { description, memory: with_memory })?;
             let answer = progress::during("copying the workspace", context.client.call(call)).await?;
             context.show(&answer, |snapshot: Snapshot| {
                 if quiet { output::line(snapshot.id) } else { table([&snapshot]).print() }

@@ -61,6 +61,7 @@ pub(crate) async fn identify(
 ) -> Result<(), ManagerError> {
     const WHAT: &str = "telling the guest agent who it is";
     let failed = |error: &dyn std::fmt::Display| ManagerError::failed(WHAT, error);
+    let mut last = None;
     let told = async {
         // One that was put back from a copy is not told when its agent listens again.
         let client = loop {
@@ -68,6 +69,7 @@ pub(crate) async fn identify(
                 Ok(client) => break client,
                 Err(error) => {
                     tracing::debug!(%error, "the agent is not there yet");
+                    last = Some(error.to_string());
                     tokio::time::sleep(AGAIN).await;
                 }
             }
@@ -82,7 +84,7 @@ pub(crate) async fn identify(
     };
     match tokio::time::timeout(within, told).await {
         Ok(told) => told,
-        Err(_) => Err(ManagerError::TimedOut { what: WHAT, seconds: within.as_secs(), detail: None }),
+        Err(_) => Err(ManagerError::TimedOut { what: WHAT, seconds: within.as_secs(), detail: last }),
     }
 }
 

@@ -59,13 +59,13 @@ enum WorkspaceCommand {
 Examples:
   emergent workspace fork 3fa2c9d1
   copy=$(emergent workspace fork 3fa2c9d1 -q)
-  emergent workspace fork 3fa2c9d1 --memory            what runs in it goes on in both")]
+  emergent workspace fork 3fa2c9d1 --with-memory       what runs in it goes on in both")]
     Fork {
         #[command(flatten)]
         which: lifecycle::IdArgs,
         /// Copy its memory too, on microVMs: what runs in it goes on in both
         #[arg(long)]
-        memory: bool,
+        with_memory: bool,
         #[command(flatten)]
         copy: CopyArgs,
     },
@@ -92,9 +92,9 @@ pub(crate) async fn run(args: WorkspaceArgs) -> Result<u8> {
         WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, "resume").await,
         WorkspaceCommand::Attach(args) => attach::attach(&context, args).await,
         WorkspaceCommand::Detach(args) => attach::detach(&context, args).await,
-        WorkspaceCommand::Fork { which, memory, copy } => {
+        WorkspaceCommand::Fork { which, with_memory, copy } => {
             let id = context.workspace_id(&which.id).await?;
-            snapshot::fork(&context, id, memory, &copy).await?;
+            snapshot::fork(&context, id, with_memory, &copy).await?;
             Ok(0)
         }
         WorkspaceCommand::Destroy(args) => lifecycle::destroy(&context, &args).await,
