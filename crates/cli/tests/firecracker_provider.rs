@@ -438,6 +438,33 @@ async fn manager_handles_concurrent_vm_requests() {
 }
 
 #[tokio::test]
+async fn a_workspace_that_is_copied_goes_on_and_the_copy_has_its_files() {
+    let (microvms, server) = start(&[]).await;
+    let id = server.create(microvms.small()).await;
+    server.begin(&id, "i=0; while true; do i=$((i + 1)); echo $i > count; sleep 0.2; done").await;
+    server.bash(&id, "until [ -s count ]; do sleep 0.1; done; echo kept > file").await;
+    let snapshot = format!("{WORKSPACES}/{id}/snapshot");
+    let mut copies = Vec::new();
+    for _ in 0..3 {
+        copies.push(server.request("POST", &snapshot, Some(json!({}))).await.ok());
+        // By the connection that there was, and by a new one: a copy needs one.
+        let goes_on = "a=$(cat count); until [ $(cat count) -gt $a ]; do sleep 0.1; done; echo on";
+        assert_eq!(server.bash(&id, goes_on).await, "on\n");
+    }
+    let body = json!({ "snapshot_id": copies[0]["id"] });
+    let made = server.request("POST", &format!("{WORKSPACES}/from-snapshot"), Some(body)).await.ok();
+    let made = made["id"].as_str().unwrap();
+    assert_eq!(server.bash(made, "cat file; pgrep -c sleep || true").await, "kept\n0\n");
+    for copy in &copies {
+        let path = format!("{WORKSPACES}/snapshots/{}", copy["id"].as_str().unwrap());
+        server.request("DELETE", &path, None).await.ok();
+    }
+    server.destroy(made).await;
+    server.destroy(&id).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
 async fn clones_of_memory_go_on_and_share_no_identity() {
     let (microvms, server) = start(&[]).await;
     let id = server.create(microvms.small()).await;

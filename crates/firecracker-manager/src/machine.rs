@@ -427,7 +427,7 @@ impl Manager {
             return Ok(self.view(&record));
         }
         if let Some(process) = record.process.filter(|process| process.is_alive()) {
-            self.let_go_on(&machine).await?;
+            self.let_go_on(&machine, false).await?;
             self.ask_to_end(id, process, STOP_GRACE).await;
         }
         self.end_run(&machine, None).await?;
@@ -485,20 +485,51 @@ impl Manager {
         Ok(())
     }
 
-    /// Lets a microVM go on that was being copied.
-    pub(crate) async fn let_go_on(&self, machine: &Machine) -> Result<(), ManagerError> {
-        if machine.record().phase == MachinePhase::Paused {
-            Vmm::at(self.jails.api(machine.id)).set_paused(false).await?;
-            self.note(machine, |record| record.phase = MachinePhase::Running).await?;
+    /// Stops a microVM that is to be copied.
+    ///
+    /// Only a copy of memory needs Firecracker to know of it. For a disk its process is stopped instead: Firecracker 1.16
+    /// gives the guest nothing from vsock after a pause until the guest has confirmed a reset, which only a copy of
+    /// memory tells it of.
+    async fn pause(&self, machine: &Machine, with_memory: bool) -> Result<(), ManagerError> {
+        let record = self.note(machine, |record| record.phase = MachinePhase::Paused).await?;
+        match record.process {
+            Some(process) if !with_memory => {
+                process.freeze().await.map_err(|error| ManagerError::failed("stopping the microVM", error))
+            }
+            _ => Vmm::at(self.jails.api(machine.id)).set_paused(true).await,
         }
-        Ok(())
+    }
+
+    /// Lets a microVM go on that was being copied. If Firecracker has paused it, its memory must have been copied before:
+    /// see [`Self::pause`].
+    pub(crate) async fn let_go_on(
+        &self,
+        machine: &Machine,
+        memory_was_copied: bool,
+    ) -> Result<(), ManagerError> {
+        let record = machine.record();
+        if record.phase != MachinePhase::Paused {
+            return Ok(());
+        }
+        if let Some(process) = record.process {
+            process.thaw().map_err(|error| ManagerError::failed("letting the microVM go on", error))?;
+        }
+        let vmm = Vmm::at(self.jails.api(machine.id));
+        if vmm.is_paused().await? {
+            if !memory_was_copied && let Err(error) = self.copy_memory(machine.id).await {
+                tracing::warn!(machine = %machine.id, %error, "vsock may not work in a microVM that was paused");
+            }
+            self.forget_memory(machine.id).await?;
+            vmm.set_paused(false).await?;
+        }
+        self.note(machine, |record| record.phase = MachinePhase::Running).await.map(drop)
     }
 
     /// Lets a microVM go on that was being copied, if it was.
     pub async fn go_on(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
-        self.let_go_on(&machine).await?;
+        self.let_go_on(&machine, false).await?;
         Ok(self.view(&machine.record()))
     }
 
@@ -528,13 +559,15 @@ impl Manager {
         }
         if runs {
             guest::flush(&self.jails.vsock(id), CONNECT_TIME).await?;
-            self.note(&machine, |record| record.phase = MachinePhase::Paused).await?;
-            Vmm::at(self.jails.api(id)).set_paused(true).await?;
+            if let Err(error) = self.pause(&machine, with_memory).await {
+                self.let_go_on(&machine, false).await?;
+                return Err(error);
+            }
             failpoint!("manager.paused");
         }
         let copied = self.copy(id, to, with_memory).await;
         if runs {
-            self.let_go_on(&machine).await?;
+            self.let_go_on(&machine, copied.is_ok()).await?;
             failpoint!("manager.goes_on");
         }
         let snapshot = MachineSnapshot {
@@ -553,15 +586,9 @@ impl Manager {
     async fn copy(&self, id: WorkspaceId, to: SnapshotId, with_memory: bool) -> Result<u64, ManagerError> {
         let mut bytes = 0;
         if with_memory {
-            let (state, memory) = (self.jails.file(id, STATE), self.jails.file(id, MEMORY));
-            // A copy that this microVM was made of may be under these names; it is in use and stays.
-            let (old_state, old_memory) = (state.clone(), memory.clone());
-            on_host("copying the memory", move || {
-                remove_if_there(&old_state).and_then(|()| remove_if_there(&old_memory))
-            })
-            .await?;
-            Vmm::at(self.jails.api(id)).copy_memory(STATE, MEMORY).await?;
+            self.copy_memory(id).await?;
             failpoint!("manager.memory_copied");
+            let (state, memory) = (self.jails.file(id, STATE), self.jails.file(id, MEMORY));
             let snapshots = self.snapshots.clone();
             bytes +=
                 on_host("copying the memory", move || snapshots.take_memory(to, &state, &memory)).await?;
@@ -569,6 +596,19 @@ impl Manager {
         let (disk, file) = (self.records.disk(id), self.snapshots.file(to));
         bytes += on_host("copying the disk", move || disks::copy_of(&disk, &file)).await?;
         Ok(bytes)
+    }
+
+    /// Copies the state and the memory of a microVM that is paused to files of its jail.
+    async fn copy_memory(&self, id: WorkspaceId) -> Result<(), ManagerError> {
+        self.forget_memory(id).await?;
+        Vmm::at(self.jails.api(id)).copy_memory(STATE, MEMORY).await
+    }
+
+    /// Removes copies of memory from a jail. One that the microVM was made of is in use, and stays under its other name.
+    async fn forget_memory(&self, id: WorkspaceId) -> Result<(), ManagerError> {
+        let files = [self.jails.file(id, STATE), self.jails.file(id, MEMORY)];
+        on_host("removing a copy of memory", move || files.iter().try_for_each(|file| remove_if_there(file)))
+            .await
     }
 
     /// A connection to the agent of a microVM that runs.

@@ -1,11 +1,16 @@
 //! A microVM's process, which outlives the manager: known by its id and the time it was started, since ids are used again.
 
 use std::fs;
+use std::io;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
+
+/// How long a process may take to stop that was told to.
+const FREEZE_TIME: Duration = Duration::from_secs(10);
 
 /// A process of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +44,34 @@ impl Process {
         }
     }
 
+    /// Stops it and what it has started, and waits until nothing of that runs. It leads a group of its own.
+    pub(crate) async fn freeze(self) -> io::Result<()> {
+        self.signal_group(Signal::STOP)?;
+        let begun = Instant::now();
+        // Each thread stops when it leaves the kernel, and nobody is told but the parent, which another may have been.
+        while !is_group_stopped(self.pid) {
+            if begun.elapsed() > FREEZE_TIME {
+                let message = format!("process {} does not stop", self.pid);
+                return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Ok(())
+    }
+
+    /// Lets it go on.
+    pub(crate) fn thaw(self) -> io::Result<()> {
+        self.signal_group(Signal::CONT)
+    }
+
+    fn signal_group(self, signal: Signal) -> io::Result<()> {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the process has ended");
+        let pid = Pid::from_raw(self.pid).ok_or_else(gone)?;
+        // While this is held and it lives, its number is nobody else's.
+        let _handle = self.handle().ok_or_else(gone)?;
+        Ok(rustix::process::kill_process_group(pid, signal)?)
+    }
+
     /// Waits until it has ended.
     pub(crate) async fn ended(self) {
         let Some(handle) = self.handle() else {
@@ -53,18 +86,52 @@ impl Process {
 
 /// When a process was started; none when it is not there, or only its remains are.
 fn start_time(pid: i32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
-    if matches!(*fields.first()?, "Z" | "X") {
-        return None;
+    let fields = Fields::of(&format!("/proc/{pid}"))?;
+    (!fields.is_dead()).then(|| fields.number(19))?
+}
+
+/// What the kernel tells of a process or a thread, from its state on.
+struct Fields(Vec<String>);
+
+impl Fields {
+    fn of(directory: &str) -> Option<Self> {
+        let stat = fs::read_to_string(format!("{directory}/stat")).ok()?;
+        Some(Self(stat.rsplit_once(')')?.1.split_ascii_whitespace().map(str::to_owned).collect()))
     }
-    fields.get(19)?.parse().ok()
+
+    fn state(&self) -> &str {
+        self.0.first().map_or("", String::as_str)
+    }
+
+    fn is_dead(&self) -> bool {
+        matches!(self.state(), "Z" | "X")
+    }
+
+    fn number<T: std::str::FromStr>(&self, index: usize) -> Option<T> {
+        self.0.get(index)?.parse().ok()
+    }
+}
+
+/// Whether all threads of all processes of a group are stopped.
+fn is_group_stopped(group: i32) -> bool {
+    let is_its = |pid: &i32| {
+        Fields::of(&format!("/proc/{pid}"))
+            .is_some_and(|fields| fields.number(2) == Some(group) && !fields.is_dead())
+    };
+    let is_stopped = |thread: &i32| {
+        Fields::of(&format!("/proc/{thread}")).is_none_or(|fields| fields.is_dead() || fields.state() == "T")
+    };
+    numbers("/proc").filter(is_its).all(|pid| numbers(&format!("/proc/{pid}/task")).all(|id| is_stopped(&id)))
+}
+
+/// The entries of a directory of `/proc` that are processes or threads.
+fn numbers(directory: &str) -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir(directory).into_iter().flatten();
+    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
 }
 
 /// All processes that were started for this microVM, jailer or Firecracker: both carry its id as an argument.
 pub(crate) fn of_machine(id: &str) -> Vec<Process> {
-    let pids = fs::read_dir("/proc").into_iter().flatten();
-    let pids = pids.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
     let is_its = |pid: &i32| {
         let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let arguments: Vec<&[u8]> = arguments.split(|byte| *byte == 0).collect();
@@ -72,7 +139,7 @@ pub(crate) fn of_machine(id: &str) -> Vec<Process> {
         let joined = format!("--id={id}");
         arguments.windows(2).any(named) || arguments.contains(&joined.as_bytes())
     };
-    pids.filter(is_its).filter_map(Process::of).collect()
+    numbers("/proc").filter(is_its).filter_map(Process::of).collect()
 }
 
 #[cfg(test)]
@@ -95,6 +162,36 @@ mod tests {
         process.ended().await;
         child.wait().unwrap();
         assert!(!process.is_alive());
+    }
+
+    #[tokio::test]
+    async fn what_is_frozen_stands_still_with_all_it_has_started() {
+        use std::os::unix::process::CommandExt;
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("grows");
+        let write =
+            format!("(while :; do echo >> {0}; done) & while :; do echo >> {0}; done", file.display());
+        let mut command = std::process::Command::new("sh");
+        let mut child = command.args(["-c", &write]).process_group(0).spawn().unwrap();
+        let process = Process::of(child.id().cast_signed()).unwrap();
+        let size = || fs::metadata(&file).map_or(0, |found| found.len());
+        let grows = async |from: u64| {
+            let begun = Instant::now();
+            while size() <= from && begun.elapsed() < FREEZE_TIME {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            size() > from
+        };
+        assert!(grows(0).await);
+        process.freeze().await.unwrap();
+        let frozen = size();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert_eq!(size(), frozen);
+        process.thaw().unwrap();
+        assert!(grows(frozen).await);
+        process.signal_group(Signal::KILL).unwrap();
+        child.wait().unwrap();
+        assert_eq!(process.freeze().await.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

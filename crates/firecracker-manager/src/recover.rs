@@ -84,7 +84,7 @@ impl Manager {
                 Ok(())
             }
             (Step::GoOn, Some(process)) => {
-                let gone_on = self.let_go_on(&machine).await;
+                let gone_on = self.let_go_on(&machine, false).await;
                 self.watch(&machine, process);
                 gone_on
             }

@@ -55,6 +55,11 @@ impl Vmm {
         self.send(Method::PATCH, "/vm", &json!({ "state": state })).await.map(drop)
     }
 
+    /// Whether all CPUs are stopped.
+    pub(crate) async fn is_paused(&self) -> Result<bool, ManagerError> {
+        Ok(self.send(Method::GET, "/", &Value::Null).await?["state"] == "Paused")
+    }
+
     /// Copies the state and the memory of a machine that is paused, to files of its jail.
     pub(crate) async fn copy_memory(&self, state: &str, memory: &str) -> Result<(), ManagerError> {
         let body = json!({ "snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory });
@@ -113,7 +118,7 @@ impl Vmm {
             .uri(path)
             .header("Host", "localhost")
             .header("Content-Type", "application/json")
-            .body(Full::new(Bytes::from(body.to_string())))
+            .body(Full::new(if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) }))
             .map_err(|error| lost(&error))?;
         let response = sender.send_request(request).await.map_err(|error| lost(&error))?;
         let status = response.status();
