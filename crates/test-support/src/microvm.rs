@@ -19,6 +19,9 @@ use crate::server::{Answer, TestServer, leftovers_of_manager, run};
 
 const REAL: [&str; 3] = ["FIRECRACKER_BIN", "JAILER_BIN", "FIRECRACKER_KERNEL"];
 const DOUBLE: &str = "emergent-vmm-double";
+/// Where `emergent firecracker install` puts a real one.
+const INSTALLED: [&str; 3] =
+    ["/usr/local/bin/firecracker", "/usr/local/bin/jailer", "/usr/local/share/emergent/vmlinux"];
 
 /// What runs the microVMs of a test.
 pub struct Microvms {
@@ -43,8 +46,19 @@ impl Microvms {
             eprintln!("microVMs: QEMU in software, behind a double of Firecracker");
             environment.extend(double(directory));
         }
-        let images = directory.join("microvm-images").join(version(Path::new(server_binary)));
-        Self { environment, images, is_real }
+        Self { environment, images: images(server_binary), is_real }
+    }
+
+    /// What there is to be measured: one that is named, else one that is installed, else the double if it is set up.
+    pub fn find_any(server_binary: &str) -> Option<Self> {
+        if REAL.iter().all(|name| std::env::var_os(name).is_some()) {
+            return Some(Self::find(server_binary));
+        }
+        if INSTALLED.iter().all(|path| Path::new(path).exists()) {
+            let environment = vec![("EMERGENT_FIRECRACKER", "true".to_owned())];
+            return Some(Self { environment, images: images(server_binary), is_real: true });
+        }
+        (qemu().is_some() && kernel().exists()).then(|| Self::find(server_binary))
     }
 
     /// Whether it is Firecracker itself.
@@ -97,6 +111,12 @@ impl Microvms {
     }
 }
 
+/// Where images are kept from one test to the next.
+fn images(server_binary: &str) -> PathBuf {
+    let binary = Path::new(server_binary);
+    binary.with_file_name("microvm-images").join(version(binary))
+}
+
 fn link_all(from: &Path, to: &Path) {
     let mut files: Vec<PathBuf> =
         fs::read_dir(from).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
@@ -105,6 +125,16 @@ fn link_all(from: &Path, to: &Path) {
     for file in files.iter().filter(|path| path.extension().is_some_and(|extension| extension != "new")) {
         let _ = fs::hard_link(file, to.join(file.file_name().expect("a name")));
     }
+}
+
+fn qemu() -> Option<String> {
+    let found = Command::new("sh").args(["-c", "command -v qemu-system-x86_64"]).output().expect("a shell");
+    Some(String::from_utf8_lossy(&found.stdout).trim().to_owned()).filter(|path| !path.is_empty())
+}
+
+/// The double's kernel.
+fn kernel() -> PathBuf {
+    cache_dir().join("microvm/vmlinuz")
 }
 
 /// The double's programs, under the names that they go by.
@@ -116,12 +146,8 @@ fn double(directory: &Path) -> Vec<(&'static str, String)> {
         build(directory, DOUBLE);
     }
     let guest = cache_dir().join("microvm");
-    let qemu = Command::new("sh").args(["-c", "command -v qemu-system-x86_64"]).output().expect("a shell");
-    let qemu = String::from_utf8_lossy(&qemu.stdout).trim().to_owned();
-    assert!(
-        !qemu.is_empty() && guest.join("vmlinuz").exists(),
-        "QEMU and a kernel for tests are missing: `scripts/setup test` gets them"
-    );
+    let qemu = qemu().filter(|_| kernel().exists());
+    let qemu = qemu.expect("QEMU and a kernel for tests are missing: `scripts/setup test` gets them");
     let settings = json!({
         "qemu": qemu,
         "vhost_device_vsock": guest.join("bin/vhost-device-vsock"),
@@ -137,7 +163,7 @@ fn double(directory: &Path) -> Vec<(&'static str, String)> {
     vec![
         ("FIRECRACKER_BIN", path(double.join("firecracker"))),
         ("JAILER_BIN", path(double.join("jailer"))),
-        ("FIRECRACKER_KERNEL", path(guest.join("vmlinuz"))),
+        ("FIRECRACKER_KERNEL", path(kernel())),
         ("FIRECRACKER_REQUIRE_KVM", "false".to_owned()),
         ("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "120".to_owned()),
     ]

@@ -74,6 +74,7 @@ async fn measure(options: &Options) -> Result<Report> {
             }
         }
     }
+    report.notes = session.notes();
     session.end(report.not_measured.is_empty());
     Ok(report)
 }

@@ -13,6 +13,7 @@ use super::turns::Pair;
 pub(crate) enum Unit {
     Milliseconds,
     Mebibytes,
+    PerSecond,
 }
 
 impl Unit {
@@ -20,6 +21,7 @@ impl Unit {
         match self {
             Unit::Milliseconds => "ms",
             Unit::Mebibytes => "MiB",
+            Unit::PerSecond => "/s",
         }
     }
 
@@ -36,6 +38,8 @@ pub(crate) enum Ratio {
     TimesFaster,
     /// Our time by the baseline's: less is better.
     TimesAsLong,
+    /// How much of the baseline ours is: less is better.
+    Share,
 }
 
 /// What is promised of a row.
@@ -49,6 +53,8 @@ pub(crate) enum Promise {
     Below(f64),
     /// Our median is at most this.
     AtMost(f64),
+    /// Our median is at least this.
+    AtLeast(f64),
     /// Our median is at most this more than the baseline's.
     AtMostOver(f64),
     /// All but one in a hundred of ours are less than this.
@@ -66,6 +72,8 @@ pub(crate) struct Row {
     baseline: Option<Summary>,
     ratio: Ratio,
     promises: Vec<Promise>,
+    /// Nothing but the ratio means anything.
+    ratio_only: bool,
 }
 
 impl Row {
@@ -78,20 +86,40 @@ impl Row {
             baseline: Some(pair.baseline),
             ratio,
             promises: promises.to_vec(),
+            ratio_only: false,
         }
     }
 
     /// A quantity without a baseline.
     pub(crate) fn alone(name: &str, unit: Unit, ours: Summary, promises: &[Promise]) -> Self {
-        let promises = promises.to_vec();
-        Self { name: name.to_owned(), unit, ours, baseline: None, ratio: Ratio::TimesAsLong, promises }
+        Self {
+            name: name.to_owned(),
+            unit,
+            ours,
+            baseline: None,
+            ratio: Ratio::TimesAsLong,
+            promises: promises.to_vec(),
+            ratio_only: false,
+        }
+    }
+
+    /// A part of something larger.
+    pub(crate) fn share(name: &str, unit: Unit, pair: Pair, promises: &[Promise]) -> Self {
+        Self { unit, ..Self::compared(name, pair, Ratio::Share, promises) }
+    }
+
+    /// The same without its numbers and what is promised of them, where these say nothing.
+    pub(crate) fn ratio_only(mut self) -> Self {
+        self.promises.clear();
+        self.ratio_only = true;
+        self
     }
 
     fn ratio(&self) -> Option<f64> {
         let baseline = self.baseline?.p50;
         Some(match self.ratio {
             Ratio::TimesFaster => baseline / self.ours.p50,
-            Ratio::TimesAsLong => self.ours.p50 / baseline,
+            Ratio::TimesAsLong | Ratio::Share => self.ours.p50 / baseline,
         })
     }
 
@@ -103,6 +131,7 @@ impl Row {
             Promise::AtMostTimes(most) => Some(ratio <= most),
             Promise::Below(limit) => Some(self.ours.p50 < limit),
             Promise::AtMost(most) => Some(self.ours.p50 <= most),
+            Promise::AtLeast(least) => Some(self.ours.p50 >= least),
             Promise::AtMostOver(most) => Some(self.ours.p50 - self.baseline?.p50 <= most),
             Promise::P99Below(limit) => Some(self.ours.p99 < limit),
             Promise::Wish(_) => None,
@@ -116,6 +145,7 @@ impl Row {
             Promise::AtMostTimes(most) => format!("≤ {most} ×"),
             Promise::Below(limit) => format!("< {limit} {}", self.unit.as_str()),
             Promise::AtMost(most) => format!("≤ {most} {}", self.unit.as_str()),
+            Promise::AtLeast(least) => format!("≥ {least} {}", self.unit.as_str()),
             Promise::AtMostOver(most) => {
                 let over = self.ours.p50 - self.baseline.map_or(0.0, |baseline| baseline.p50);
                 format!("≤ {most} {} more (is {over:.2})", self.unit.as_str())
@@ -128,10 +158,16 @@ impl Row {
         texts.collect::<Vec<_>>().join(", ")
     }
 
+    /// Ours and the baseline's, where they mean something.
+    fn numbers(&self) -> Option<(Summary, Option<Summary>)> {
+        (!self.ratio_only).then_some((self.ours, self.baseline))
+    }
+
     fn cells(&self) -> Vec<String> {
         let ratio = self.ratio().map(|ratio| match self.ratio {
             Ratio::TimesFaster => format!("{ratio:.1} × faster"),
             Ratio::TimesAsLong => format!("{ratio:.2} × as long"),
+            Ratio::Share => format!("{:.1} % of it", ratio * 100.0),
         });
         let verdict = match self.is_kept() {
             Some(true) => "ok",
@@ -140,8 +176,8 @@ impl Row {
         };
         vec![
             self.name.clone(),
-            self.unit.show(self.ours.p50),
-            self.baseline.map(|baseline| self.unit.show(baseline.p50)).unwrap_or_default(),
+            self.numbers().map(|(ours, _)| self.unit.show(ours.p50)).unwrap_or_default(),
+            self.numbers().and_then(|(_, baseline)| Some(self.unit.show(baseline?.p50))).unwrap_or_default(),
             ratio.unwrap_or_default(),
             self.promise(),
             verdict.to_owned(),
@@ -152,12 +188,13 @@ impl Row {
         let ratio_is = match self.ratio {
             Ratio::TimesFaster => "times_faster",
             Ratio::TimesAsLong => "times_as_long",
+            Ratio::Share => "share",
         };
         json!({
             "row": self.name.trim_start_matches([' ', '…']),
             "unit": self.unit.as_str(),
-            "ours": self.ours,
-            "baseline": self.baseline,
+            "ours": self.numbers().map(|(ours, _)| ours),
+            "baseline": self.numbers().and_then(|(_, baseline)| baseline),
             "ratio": self.ratio(),
             "ratio_is": self.baseline.map(|_| ratio_is),
             "promise": self.promise(),
@@ -187,6 +224,8 @@ pub(crate) struct Report {
     /// The machine's load average (1 min) before anything was measured.
     load: f64,
     pub(crate) rows: Vec<Row>,
+    /// What a reader of the table must know.
+    pub(crate) notes: Vec<String>,
     pub(crate) not_measured: Vec<NotMeasured>,
 }
 
@@ -195,7 +234,7 @@ impl Report {
     pub(crate) fn new(quick: bool) -> Self {
         let load = file("/proc/loadavg").split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
         let begun_at = chrono::Utc::now();
-        Self { quick, begun_at, load, rows: Vec::new(), not_measured: Vec::new() }
+        Self { quick, begun_at, load, rows: Vec::new(), notes: Vec::new(), not_measured: Vec::new() }
     }
 
     /// What to say when the machine has other things to do.
@@ -209,7 +248,7 @@ impl Report {
         })
     }
 
-    /// The table, and below it what could not be measured.
+    /// The table, and below it what is to be known of it and what could not be measured.
     pub(crate) fn to_text(&self) -> String {
         let columns = [
             ("row", Align::Left),
@@ -220,8 +259,9 @@ impl Report {
             ("", Align::Left),
         ];
         let rows: Vec<_> = self.rows.iter().map(Row::cells).collect();
+        let notes = self.notes.iter().map(|note| format!("note: {note}\n"));
         let failures = self.not_measured.iter().map(|failure| format!("{failure}\n"));
-        std::iter::once(render(&columns, &rows)).chain(failures).collect()
+        std::iter::once(render(&columns, &rows)).chain(notes).chain(failures).collect()
     }
 
     /// All numbers, with percentiles.
@@ -235,6 +275,7 @@ impl Report {
                 "kernel": file("/proc/sys/kernel/osrelease"),
             },
             "rows": self.rows.iter().map(Row::to_json).collect::<Vec<_>>(),
+            "notes": self.notes,
             "not_measured": self
                 .not_measured
                 .iter()

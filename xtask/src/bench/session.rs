@@ -1,5 +1,6 @@
 //! The server that is measured, and one client of it.
 
+use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,7 @@ pub(crate) struct Session {
     server: TestServer,
     client: reqwest::Client,
     begun: Instant,
+    notes: RefCell<Vec<String>>,
     /// Fewer rounds, less data.
     pub(crate) quick: bool,
 }
@@ -54,9 +56,13 @@ pub(crate) fn release_binary() -> Result<String> {
 impl Session {
     /// Starts the server.
     pub(crate) async fn start(quick: bool) -> Result<Self> {
-        let server = TestServer::start(&release_binary()?).await;
+        Self::with(TestServer::start(&release_binary()?).await, quick)
+    }
+
+    /// A client of a server that runs.
+    pub(crate) fn with(server: TestServer, quick: bool) -> Result<Self> {
         let client = reqwest::Client::builder().pool_max_idle_per_host(1).no_proxy().build()?;
-        Ok(Self { server, client, begun: Instant::now(), quick })
+        Ok(Self { server, client, begun: Instant::now(), notes: RefCell::default(), quick })
     }
 
     /// Stops the server. When all went well there must be nothing left; else the janitor clears up.
@@ -69,6 +75,17 @@ impl Session {
     /// Says on standard error what is being done.
     pub(crate) fn progress(&self, text: &str) {
         eprintln!("{:6.1} s  {text}", self.begun.elapsed().as_secs_f64());
+    }
+
+    /// Says it there, and below the table.
+    pub(crate) fn note(&self, text: &str) {
+        self.progress(text);
+        self.notes.borrow_mut().push(text.to_owned());
+    }
+
+    /// What is to be said below the table.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        self.notes.borrow().clone()
     }
 
     /// One of two numbers: for a quick run, or for a real one.
@@ -89,6 +106,11 @@ impl Session {
     /// Its admin token.
     pub(crate) fn token(&self) -> &str {
         self.server.token.trim()
+    }
+
+    /// The server's data directory.
+    pub(crate) fn data_dir(&self) -> &Path {
+        self.server.data_dir()
     }
 
     /// The server's process.
@@ -144,7 +166,8 @@ impl Session {
         self.create_of(&json!({ "provider": "gvisor" })).await
     }
 
-    async fn create_of(&self, body: &Value) -> Result<(Duration, Workspace)> {
+    /// Creates a workspace that is ready; returns how long it took.
+    pub(crate) async fn create_of(&self, body: &Value) -> Result<(Duration, Workspace)> {
         let (took, created) = self.request(Method::POST, "/api/v1/agent/workspaces", Some(body)).await?;
         ensure!(created["status"] == "ready", "the new workspace is not ready: {created}");
         let is_warm = body["warm_start"] != false;

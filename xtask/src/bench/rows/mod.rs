@@ -6,6 +6,7 @@ mod files;
 mod grep;
 pub(crate) mod idle;
 mod mcp;
+mod microvm;
 mod warm;
 
 use std::fmt;
@@ -37,6 +38,8 @@ pub(crate) enum Topic {
     Mcp,
     /// What idle workspaces cost
     Idle,
+    /// MicroVMs: started, made of a copy of memory, many at once, what each costs
+    Microvm,
 }
 
 impl fmt::Display for Topic {
@@ -64,6 +67,7 @@ impl Topic {
             Topic::Grep => grep::measure(session).await,
             Topic::Mcp => mcp::measure(session).await,
             Topic::Idle => idle::measure(session).await,
+            Topic::Microvm => microvm::measure(session).await,
         }
     }
 }
