@@ -1,6 +1,6 @@
 //! Firecracker's API on a Unix socket: what is put before the start makes the plan, actions carry it out.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::{Context, bail};
@@ -30,6 +30,8 @@ struct State {
     plan: Plan,
     machine: Option<Machine>,
     is_paused: bool,
+    /// Whether the guest was told of a reset of vsock since it was paused: a copy of its memory does that.
+    is_reset_told: bool,
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -122,7 +124,8 @@ impl Vmm {
                     bail!("The requested operation is not supported after starting the microVM.")
                 }
                 Some("InstanceStart") => {
-                    state.machine = Some(Machine::start(&self.settings, &self.root, &state.plan).await?);
+                    state.machine =
+                        Some(Machine::start(&self.settings, &self.root, &state.plan, None).await?);
                     self.started.notify_one();
                 }
                 Some("SendCtrlAltDel") => {
@@ -131,7 +134,8 @@ impl Vmm {
                 }
                 other => bail!("unknown action {other:?}"),
             },
-            ("PUT", ["snapshot", _]) => bail!("copies of memory are not supported by this double"),
+            ("PUT", ["snapshot", "create"]) => self.copy(&mut state, &body).await?,
+            ("PUT", ["snapshot", "load"]) if !is_running => self.load(&mut state, &body).await?,
             ("PUT", _) if is_running => {
                 bail!("The requested operation is not supported after starting the microVM.")
             }
@@ -160,14 +164,55 @@ impl Vmm {
             other => bail!("unknown state {other:?}"),
         };
         let machine = state.machine.as_mut().context("The microVM is not started.")?;
-        machine.qmp.run(if pause { "stop" } else { "cont" }, json!({})).await?;
+        machine.set_paused(pause).await?;
         state.is_paused = pause;
+        if pause {
+            state.is_reset_told = false;
+        } else if !state.is_reset_told {
+            // As Firecracker 1.16.1: the guest is to confirm a reset that it was never told of.
+            machine.open_vsock(false);
+        }
         Ok(())
     }
 
+    /// Copies the memory and the plan of a machine that is paused.
+    async fn copy(&self, state: &mut State, body: &Value) -> anyhow::Result<()> {
+        if !state.is_paused {
+            bail!("The microVM must be paused.");
+        }
+        state.is_reset_told = true;
+        let plan = serde_json::to_vec(&state.plan)?;
+        let machine = state.machine.as_mut().context("The microVM is not started.")?;
+        machine.copy_memory(&self.inside(&body["mem_file_path"])?).await?;
+        std::fs::write(self.inside(&body["snapshot_path"])?, plan)?;
+        Ok(())
+    }
+
+    /// Makes a machine as it was when it was copied, with other interfaces if need be.
+    async fn load(&self, state: &mut State, body: &Value) -> anyhow::Result<()> {
+        let mut plan: Plan = serde_json::from_slice(&std::fs::read(self.inside(&body["snapshot_path"])?)?)?;
+        for change in body["network_overrides"].as_array().into_iter().flatten() {
+            let interface = plan.interfaces.iter_mut().find(|one| one["iface_id"] == change["iface_id"]);
+            interface.context("no such interface")?["host_dev_name"] = change["host_dev_name"].clone();
+        }
+        let memory = self.inside(&body["mem_backend"]["backend_path"])?;
+        state.machine = Some(Machine::start(&self.settings, &self.root, &plan, Some(&memory)).await?);
+        state.plan = plan;
+        state.is_paused = true;
+        state.is_reset_told = true;
+        self.started.notify_one();
+        if body["resume_vm"] == true {
+            self.pause(state, &json!({ "state": "Resumed" })).await?;
+        }
+        Ok(())
+    }
+
+    fn inside(&self, path: &Value) -> anyhow::Result<PathBuf> {
+        Ok(self.root.join(path.as_str().context("a path is a text")?.trim_start_matches('/')))
+    }
+
     fn must_exist(&self, path: &Value) -> anyhow::Result<()> {
-        let path = path.as_str().context("a path is a text")?;
-        let path = Path::new(&self.root).join(path.trim_start_matches('/'));
+        let path = self.inside(path)?;
         std::fs::metadata(&path).with_context(|| path.display().to_string()).map(drop)
     }
 }

@@ -1,4 +1,4 @@
-//! The machine behind the API: QEMU, and beside it the process that carries vsock.
+//! The machine behind the API: QEMU.
 
 use std::fs;
 use std::io::Write;
@@ -9,17 +9,19 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::process::{Child, Command};
 
 use crate::Settings;
 use crate::qmp::Qmp;
+use crate::vsock::{self, Vsock};
 
 /// How long a helper may take to listen.
 const LISTENS_WITHIN: Duration = Duration::from_secs(20);
 
 /// What was told before the start, under the path it was put to.
-#[derive(Default)]
+#[derive(Default, Serialize, Deserialize)]
 pub(crate) struct Plan {
     pub(crate) machine: Value,
     pub(crate) boot: Value,
@@ -33,11 +35,19 @@ pub(crate) struct Plan {
 pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) qemu: Child,
-    _vsock: Option<Child>,
+    vsock: Option<Vsock>,
+    /// How often vsock was plugged in.
+    plugged: u32,
 }
 
 impl Machine {
-    pub(crate) async fn start(settings: &Settings, root: &Path, plan: &Plan) -> anyhow::Result<Self> {
+    /// Starts a machine: from its kernel, or as it was when its memory was copied to a file.
+    pub(crate) async fn start(
+        settings: &Settings,
+        root: &Path,
+        plan: &Plan,
+        memory_file: Option<&Path>,
+    ) -> anyhow::Result<Self> {
         let inside = |path: &Value| -> anyhow::Result<PathBuf> {
             let path = path.as_str().context("a path is a text")?;
             Ok(root.join(path.trim_start_matches('/')))
@@ -46,10 +56,8 @@ impl Machine {
         check_kernel(&kernel)?;
         let memory = plan.machine["mem_size_mib"].as_u64().context("mem_size_mib is needed")?;
         let cpus = plan.machine["vcpu_count"].as_u64().context("vcpu_count is needed")?;
-        let vsock = match &plan.vsock {
-            Some(vsock) => Some(start_vsock(settings, root, &inside(&vsock["uds_path"])?).await?),
-            None => None,
-        };
+        let uds = plan.vsock.as_ref().map(|vsock| inside(&vsock["uds_path"])).transpose()?;
+        let vsock = uds.map(|uds| Vsock::listen(settings, root, uds)).transpose()?;
         let initrd = root.join("double-initrd");
         add_archive(&inside(&plan.boot["initrd_path"])?, &settings.modules, &initrd)?;
         let append = plan.boot["boot_args"].as_str().unwrap_or_default();
@@ -58,7 +66,7 @@ impl Machine {
         let mut qemu = child(&settings.qemu);
         qemu.current_dir(root);
         qemu.args(["-accel", "tcg", "-M", "q35,memory-backend=memory", "-nodefaults", "-no-user-config"])
-            .args(["-display", "none", "-no-reboot", "-serial", "stdio"])
+            .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
             .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
             .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
             .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
@@ -85,10 +93,8 @@ impl Machine {
                 &format!("virtio-net-pci,netdev=n{number},mac={mac},romfile="),
             ]);
         }
-        if vsock.is_some() {
-            qemu.args(["-chardev", "socket,id=vsock,path=vhost.sock"]);
-            qemu.args(["-device", "vhost-user-vsock-pci,chardev=vsock"]);
-        }
+        // Where vsock is plugged in.
+        qemu.args(["-device", "pcie-root-port,id=plug,chassis=1,slot=1"]);
         if plan.has_entropy {
             qemu.args([
                 "-object",
@@ -97,11 +103,89 @@ impl Machine {
                 "virtio-rng-pci,rng=rng",
             ]);
         }
+        if let Some(file) = memory_file {
+            qemu.args(["-incoming", &format!("exec:cat '{}'", file.display())]);
+        }
         let mut qemu = qemu.stdin(Stdio::null()).spawn().context("QEMU can't be started")?;
         let socket = root.join("qmp.sock");
         let control = wait_for("QEMU", &mut qemu, || UnixStream::connect(&socket).ok()).await?;
         control.set_nonblocking(true)?;
-        Ok(Self { qmp: Qmp::greet(tokio::net::UnixStream::from_std(control)?).await?, qemu, _vsock: vsock })
+        let qmp = Qmp::greet(tokio::net::UnixStream::from_std(control)?).await?;
+        let mut machine = Self { qmp, qemu, vsock, plugged: 0 };
+        match memory_file {
+            Some(_) => {
+                let is_over = |status: &Value| status["status"] != "inmigrate";
+                machine.qmp.wait_until("query-status", json!({}), is_over).await?;
+            }
+            None => {
+                machine.plug_in_vsock().await?;
+                machine.open_vsock(true);
+                machine.qmp.run("cont", json!({})).await?;
+            }
+        }
+        Ok(machine)
+    }
+
+    async fn plug_in_vsock(&mut self) -> anyhow::Result<()> {
+        let Some(vsock) = &mut self.vsock else {
+            return Ok(());
+        };
+        vsock.start().await?;
+        // QEMU lets go of the last one when it likes.
+        self.plugged += 1;
+        let connection = format!("vsock{}", self.plugged);
+        let address = json!({ "type": "unix", "data": { "path": vsock::SOCKET } });
+        let backend = json!({ "type": "socket", "data": { "addr": address, "server": false } });
+        self.qmp.run("chardev-add", json!({ "id": connection, "backend": backend })).await?;
+        let device =
+            json!({ "driver": "vhost-user-vsock-pci", "id": "vsock", "chardev": connection, "bus": "plug" });
+        self.qmp.run("device_add", device).await.map(drop)
+    }
+
+    /// Takes vsock away from a machine that is paused. For that it runs for a moment.
+    async fn unplug_vsock(&mut self) -> anyhow::Result<()> {
+        let Some(vsock) = self.vsock.as_mut().filter(|vsock| vsock.is_plugged_in()) else {
+            return Ok(());
+        };
+        vsock.set_open(false);
+        self.qmp.run("cont", json!({})).await?;
+        self.qmp.run("device_del", json!({ "id": "vsock" })).await?;
+        let is_gone = |list: &Value| list.as_array().into_iter().flatten().all(|one| one["name"] != "vsock");
+        self.qmp.wait_until("qom-list", json!({ "path": "/machine/peripheral" }), is_gone).await?;
+        self.qmp.run("stop", json!({})).await?;
+        vsock.end().await
+    }
+
+    /// Lets connections through to the guest, or holds them.
+    pub(crate) fn open_vsock(&self, open: bool) {
+        if let Some(vsock) = &self.vsock {
+            vsock.set_open(open);
+        }
+    }
+
+    /// Stops all CPUs, or lets them go on.
+    pub(crate) async fn set_paused(&mut self, paused: bool) -> anyhow::Result<()> {
+        self.qmp.run(if paused { "stop" } else { "cont" }, json!({})).await?;
+        if !paused && self.vsock.as_ref().is_some_and(|vsock| !vsock.is_plugged_in()) {
+            self.plug_in_vsock().await?;
+            let device = json!({ "path": "/machine/peripheral/vsock/virtio-backend" });
+            let is_ready = |status: &Value| status["status"].to_string().contains("DRIVER_OK");
+            self.qmp.wait_until("x-query-virtio-status", device, is_ready).await?;
+            self.open_vsock(true);
+        }
+        Ok(())
+    }
+
+    /// Copies the memory of a machine that is paused.
+    pub(crate) async fn copy_memory(&mut self, to: &Path) -> anyhow::Result<()> {
+        self.unplug_vsock().await?;
+        self.qmp.run("migrate", json!({ "uri": format!("exec:cat > '{}'", to.display()) })).await?;
+        let is_over = |state: &Value| state["status"] == "completed" || state["status"] == "failed";
+        let state = self.qmp.wait_until("query-migrate", json!({}), is_over).await?;
+        if state["status"] == "failed" {
+            bail!("the memory can't be copied: {state}");
+        }
+        Ok(())
     }
 
     /// Presses the keys that restart a machine.
@@ -112,23 +196,8 @@ impl Machine {
     }
 }
 
-async fn start_vsock(settings: &Settings, root: &Path, uds: &Path) -> anyhow::Result<Child> {
-    let socket = root.join("vhost.sock");
-    let option = format!("guest-cid=3,socket={},uds-path={}", socket.display(), uds.display());
-    let mut vsock = child(&settings.vhost_device_vsock)
-        .args(["--vm", &option])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .context("vhost-device-vsock can't be started")?;
-    // It takes one connection, which is QEMU's.
-    wait_for("vhost-device-vsock", &mut vsock, || socket.exists().then_some(())).await?;
-    Ok(vsock)
-}
-
 /// A program that ends when this one does, however that ends.
-fn child(program: &Path) -> Command {
+pub(crate) fn child(program: &Path) -> Command {
     let mut command = std::process::Command::new(program);
     // SAFETY: only a system call, between fork and exec.
     unsafe {
@@ -141,7 +210,11 @@ fn child(program: &Path) -> Command {
 }
 
 /// Waits until a helper listens; there is no other sign of it than its socket.
-async fn wait_for<T>(name: &str, helper: &mut Child, listens: impl Fn() -> Option<T>) -> anyhow::Result<T> {
+pub(crate) async fn wait_for<T>(
+    name: &str,
+    helper: &mut Child,
+    listens: impl Fn() -> Option<T>,
+) -> anyhow::Result<T> {
     let begun = Instant::now();
     loop {
         if let Some(there) = listens() {

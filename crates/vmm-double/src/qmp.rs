@@ -1,9 +1,14 @@
 //! QEMU's own control socket.
 
+use std::time::{Duration, Instant};
+
 use anyhow::{Context, bail};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
+
+/// How long a change may take that is waited for.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A connection to QEMU.
 pub(crate) struct Qmp {
@@ -31,6 +36,26 @@ impl Qmp {
             if let Some(error) = answer.get("error") {
                 bail!("QEMU refuses {command}: {error}");
             }
+        }
+    }
+
+    /// Asks again and again until the answer is one that is waited for.
+    pub(crate) async fn wait_until(
+        &mut self,
+        question: &str,
+        arguments: Value,
+        is_it: impl Fn(&Value) -> bool,
+    ) -> anyhow::Result<Value> {
+        let begun = Instant::now();
+        loop {
+            let answer = self.run(question, arguments.clone()).await?;
+            if is_it(&answer) {
+                return Ok(answer);
+            }
+            if begun.elapsed() > PATIENCE {
+                bail!("QEMU still answers {question} with {answer}");
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
