@@ -22,6 +22,13 @@ fn manager_dir(server: &TestServer) -> PathBuf {
     server.data_dir().join("firecracker")
 }
 
+/// How the interfaces and chains of a manager begin.
+fn manager_name(directory: &Path) -> String {
+    let identity: Value =
+        serde_json::from_slice(&std::fs::read(directory.join("manager.json")).unwrap()).unwrap();
+    format!("fc{:06x}", identity["manager"].as_u64().unwrap())
+}
+
 fn message(answer: &Answer) -> String {
     answer.body["error"]["message"].as_str().unwrap_or_else(|| panic!("{answer:?}")).to_owned()
 }
@@ -292,9 +299,9 @@ async fn a_full_disk_is_said_and_leaves_nothing() {
 async fn an_interface_of_somebody_else_is_left_alone() {
     let microvms = Microvms::find(BINARY);
     let server = microvms.start(BINARY, &[]).await;
-    let identity: Value =
-        serde_json::from_slice(&std::fs::read(manager_dir(&server).join("manager.json")).unwrap()).unwrap();
-    let name = format!("fc{:06x}-0", identity["manager"].as_u64().unwrap());
+    let name = format!("{}-0", manager_name(&manager_dir(&server)));
+    // The manager's own was made when it began.
+    run("ip", &["link", "delete", &name]);
     run("ip", &["link", "add", &name, "type", "veth", "peer", "name", &format!("{name}p")]);
     fails_and_falls_back(&microvms, &server, &[&name, "somebody else"]).await;
     let kind = run("ip", &["-d", "link", "show", &name]);
@@ -337,6 +344,63 @@ async fn rules_that_others_take_away_come_back() {
 }
 
 #[tokio::test]
+async fn rules_that_another_program_has_locked_are_waited_for() {
+    let microvms = Microvms::find(BINARY);
+    let directory = tempfile::tempdir().unwrap();
+    // Only the older of the two kinds of iptables has a lock: for this manager it is in the place of the other.
+    let program = directory.path().join("manager");
+    let script = format!(
+        "#!/bin/sh\nexec unshare --mount sh -c 'mount --make-rprivate / && \
+         mount --bind /usr/sbin/xtables-legacy-multi /usr/sbin/xtables-nft-multi && exec \"$@\"' sh {BINARY} \"$@\"\n"
+    );
+    std::fs::write(&program, script).unwrap();
+    run("chmod", &["755", program.to_str().unwrap()]);
+    let file = directory.path().join("xtables.lock");
+    let lock = std::fs::File::create(&file).unwrap();
+    let variables = [("XTABLES_LOCKFILE", file.to_str().unwrap())];
+    let mut manager = TestManager::start(&microvms, program.to_str().unwrap(), &variables).await;
+    let url = manager.url();
+    let known = [("FIRECRACKER_MANAGER_URL", url.as_str()), ("EMERGENT_FIRECRACKER", "true")];
+    let server = TestServer::start_with(BINARY, &known).await;
+
+    // For a while: the microVM is made all the same.
+    lock.lock().unwrap();
+    let released = async {
+        let waits = || run("sh", &["-c", &format!("pgrep -P {} -c iptables || true", manager.pid())]);
+        let begun = Instant::now();
+        while waits().trim() == "0" {
+            assert!(begun.elapsed() < Duration::from_secs(60), "nobody waits for the lock");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        lock.unlock().unwrap();
+    };
+    let (id, ()) = tokio::join!(server.create(microvms.small()), released);
+    assert_eq!(server.bash(&id, "echo made").await, "made\n");
+    server.destroy(&id).await;
+
+    // For long: that is said, and another provider is taken.
+    lock.lock().unwrap();
+    let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
+    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
+    let mut asked = microvms.small();
+    asked["provider"] = json!("auto");
+    let created = server.request("POST", WORKSPACES, Some(asked)).await.ok();
+    assert_eq!(created["provider"], "gvisor", "{created}");
+    server.destroy(created["id"].as_str().unwrap()).await;
+    // What could not be removed meanwhile goes when it can: now and then, and when a manager begins.
+    lock.unlock().unwrap();
+    manager.terminate();
+    manager.start_again(&[]).await;
+    assert_eq!(left(manager.directory()), Vec::<String>::new());
+    server.stop();
+    microvms.keep_images(manager.directory());
+    let own = manager_name(manager.directory());
+    manager.stop();
+    let rules = run("iptables-legacy-save", &[]) + &run("ip6tables-legacy-save", &[]);
+    assert!(!rules.contains(&own), "{rules}");
+}
+
+#[tokio::test]
 async fn a_manager_without_root_says_so() {
     let microvms = Microvms::find(BINARY);
     let directory = tempfile::tempdir().unwrap();
@@ -368,6 +432,9 @@ async fn a_manager_without_root_says_so() {
     process.wait().unwrap();
     assert_eq!(health["healthy"], false);
     assert!(health["errors"].to_string().contains("need root; run the manager as root"), "{health}");
+    if Path::new("/dev/kvm").exists() {
+        assert_eq!(health["kvm_available"], false, "{health}");
+    }
 }
 
 #[tokio::test]

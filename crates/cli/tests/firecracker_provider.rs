@@ -1,4 +1,5 @@
-//! The scenarios of the Firecracker provider's requirements, each as a test named after its title.
+//! The scenarios of the Firecracker provider's requirements, each as a test named after its title, and what is built on
+//! them: managers of other hosts, MCP servers, copies.
 //!
 //! A real Linux boots in each of them: on Firecracker where the machine has one, else on QEMU behind a double of it.
 
@@ -9,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use emergent_test_support::internet::Internet;
+use emergent_test_support::mcp;
 use emergent_test_support::microvm::{Microvms, TestManager, ask_manager};
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
@@ -353,6 +355,9 @@ async fn manager_starts_successfully() {
     for program in ["firecracker", "jailer"] {
         assert!(health[program].as_str().unwrap().starts_with("v1."), "{health}");
     }
+    // Interfaces are there before anybody needs one.
+    let ahead = || manager.leftovers().iter().filter(|left| left.starts_with("interface ")).count();
+    assert_eq!(ahead(), 4);
     // A server on the same host finds its token.
     let (url, own) = (manager.url(), ("FIRECRACKER_MANAGER_URL", manager.url()));
     let server = TestServer::start_with(BINARY, &[(own.0, &url), ("EMERGENT_FIRECRACKER", "true")]).await;
@@ -366,6 +371,7 @@ async fn manager_starts_successfully() {
     assert_eq!(listed["machines"][0]["id"], json!(id));
     server.destroy(&id).await;
     server.stop();
+    assert_eq!(ahead(), 4);
     microvms.keep_images(manager.directory());
     manager.stop();
 }
@@ -434,6 +440,68 @@ async fn manager_handles_concurrent_vm_requests() {
         ids.push(id);
     }
     futures_util::future::join_all(ids.iter().map(|id| server.destroy(id))).await;
+    end(&microvms, server);
+}
+
+#[tokio::test]
+async fn a_manager_of_another_host_is_reached_by_tls() {
+    let microvms = Microvms::find(BINARY);
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let (certificate, key) = (path("certificate.pem"), path("key.pem"));
+    let subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"];
+    let request = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"];
+    let files = ["-addext", "basicConstraints=critical,CA:FALSE", "-keyout", &key, "-out", &certificate];
+    run("openssl", &[&request[..], &subject, &files].concat());
+    let tls = [("EMERGENT_TLS_CERTIFICATE", certificate.as_str()), ("EMERGENT_TLS_KEY", &key)];
+    let listen = ("FIRECRACKER_MANAGER_LISTEN", "127.0.0.1:0");
+    let manager = TestManager::start(&microvms, BINARY, &[tls[0], tls[1], listen]).await;
+    let (url, token) = (manager.url(), manager.token());
+    assert!(url.starts_with("https://127.0.0.1:"), "{url}");
+    let known = [
+        ("FIRECRACKER_MANAGER_URL", url.as_str()),
+        ("FIRECRACKER_MANAGER_TOKEN", token.as_str()),
+        ("EMERGENT_FIRECRACKER", "true"),
+    ];
+    // A server that does not trust the certificate says so, and tells nobody its token.
+    let server = TestServer::start_with(BINARY, &known).await;
+    let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
+    let said = refused.body["error"]["message"].as_str().unwrap_or_default().to_owned();
+    assert!(said.contains(&url) && said.contains("certificate"), "{refused:?}");
+    assert_eq!(refused.error(503), "unavailable");
+    server.stop();
+    let trusted = [&known[..], &[("FIRECRACKER_MANAGER_CA", certificate.as_str())]].concat();
+    let server = TestServer::start_with(BINARY, &trusted).await;
+    let id = server.create(microvms.small()).await;
+    // More than fits in one record of TLS, there and back.
+    let text = "0123456789abcdef".repeat(1_500);
+    let write = json!({ "file_path": "big", "content": text });
+    server.tool(&id, "write", write).await.ok();
+    assert_eq!(server.bash(&id, "wc -c < big; cat big").await, format!("24000\n{text}"));
+    server.destroy(&id).await;
+    assert!(!server.log().contains(&token) && !manager.log().contains(&token));
+    server.stop();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}
+
+#[tokio::test]
+async fn an_mcp_server_is_hosted_in_a_microvm() {
+    let (microvms, server) = start(&[]).await;
+    let image = mcp::image(BINARY);
+    let mut request = json!({ "name": "echo", "args": ["twice"] });
+    request.as_object_mut().unwrap().extend(microvms.small().as_object().unwrap().clone());
+    server.register(&image, request).await;
+    let hosted = server.wait_for_status("echo", "ready").await;
+    assert_eq!(hosted["provider"], "firecracker", "{hosted}");
+    assert_eq!(server.mcp_text("echo", "echo", json!({ "text": "hello" })).await, "hello");
+    // Its microVM dies: another takes its place.
+    let machines = ask_manager(&manager_dir(&server), "GET", "/v1/machines", None).await.ok();
+    run("kill", &["-9", &machines["machines"][0]["pid"].to_string()]);
+    server.wait_until_mcp("echo", "restarts", |count| count >= 1).await;
+    server.wait_for_status("echo", "ready").await;
+    assert_eq!(server.mcp_text("echo", "echo", json!({ "text": "again" })).await, "again");
+    server.remove_mcp("echo").await;
     end(&microvms, server);
 }
 

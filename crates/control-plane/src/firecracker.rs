@@ -78,9 +78,6 @@ pub async fn serve_manager(
     }
     on_ready(&url, &token_file);
     run(&manager, token, listener, shutdown).await;
-    if let Err(error) = manager.retire().await {
-        tracing::warn!(%error, "interfaces and rules could not be removed");
-    }
     Ok(())
 }
 
@@ -104,6 +101,9 @@ async fn run(
     let router = emergent_firecracker_manager::router(Arc::clone(manager), token);
     accept(listener, router, shutdown).await;
     repair.abort();
+    if let Err(error) = manager.retire(false).await {
+        tracing::warn!(%error, "interfaces and rules could not be removed");
+    }
 }
 
 fn listen_at(path: &Path) -> Result<(Listener, String), ServeError> {

@@ -35,6 +35,9 @@ use crate::tap;
 /// So many start at once for each CPU of the host.
 const STARTS_PER_CPU: usize = 2;
 
+/// So many interfaces are there before microVMs are; more if more spares are kept. The others stay once they were made.
+const INTERFACES_AHEAD: u32 = 4;
+
 /// Makes, keeps and removes microVMs on one host.
 pub struct Manager {
     pub(crate) data_dir: PathBuf,
@@ -199,16 +202,49 @@ impl Manager {
         if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) }
     }
 
-    /// Removes what no microVM needs any more: interfaces, rules, control groups.
-    pub async fn retire(&self) -> Result<(), ManagerError> {
+    /// Removes what no microVM needs any more: interfaces, rules, control groups. A manager that goes on keeps the
+    /// interfaces that it has made ahead.
+    pub async fn retire(self: &Arc<Self>, goes_on: bool) -> Result<(), ManagerError> {
+        self.remove_interfaces(if goes_on { self.interfaces_ahead() } else { 0 }).await?;
         if self.slots.count() > 0 {
             return Ok(());
         }
         self.firewall.remove().await?;
-        let (prefix, jails) = (self.naming.prefix(), self.jails.clone());
+        // One that has begun meanwhile needs them.
+        if self.slots.count() > 0 {
+            return self.firewall.repair().await;
+        }
+        let jails = self.jails.clone();
+        on_host("removing control groups", move || jails.retire()).await
+    }
+
+    fn interfaces_ahead(&self) -> u32 {
+        INTERFACES_AHEAD.max(self.options.warm_pool_size).min(self.slots.most())
+    }
+
+    /// Makes the interfaces of the slots that are given first, so that a start finds its own there.
+    pub(crate) async fn prepare_interfaces(self: &Arc<Self>) -> Result<(), ManagerError> {
+        let manager = Arc::clone(self);
+        on_host("making interfaces ahead", move || {
+            (0..manager.interfaces_ahead()).try_for_each(|index| {
+                manager.slots.while_free(index, || tap::ensure(&manager.naming.slot(index))).unwrap_or(Ok(()))
+            })
+        })
+        .await
+    }
+
+    /// Removes the interfaces that nobody uses, but for those of the first slots.
+    pub(crate) async fn remove_interfaces(self: &Arc<Self>, but: u32) -> Result<(), ManagerError> {
+        let manager = Arc::clone(self);
         on_host("removing interfaces", move || {
-            tap::list(&prefix)?.iter().try_for_each(|interface| tap::remove(interface))?;
-            jails.retire()
+            let prefix = manager.naming.prefix();
+            for interface in tap::list(&prefix)? {
+                let index = interface.strip_prefix(&prefix).and_then(|index| index.parse::<u32>().ok());
+                if let Some(index) = index.filter(|index| *index >= but) {
+                    manager.slots.while_free(index, || tap::remove(&interface)).unwrap_or(Ok(()))?;
+                }
+            }
+            Ok::<_, std::io::Error>(())
         })
         .await
     }

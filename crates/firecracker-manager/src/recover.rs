@@ -14,7 +14,6 @@ use crate::machine::{Machine, kill};
 use crate::manager::Manager;
 use crate::process::{self, Process};
 use crate::record::Record;
-use crate::tap;
 
 /// What to do with a microVM that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +64,9 @@ impl Manager {
         }
         join_all(found.iter().map(|record| self.recover_one(record))).await;
         self.remove_strays().await;
+        if let Err(error) = self.prepare_interfaces().await {
+            tracing::warn!(%error, "no interfaces were made ahead");
+        }
         if self.slots.count() > 0 {
             self.firewall.repair().await?;
         }
@@ -107,7 +109,7 @@ impl Manager {
     }
 
     /// Removes jails, control groups, processes and interfaces that no record names.
-    async fn remove_strays(&self) {
+    async fn remove_strays(self: &Arc<Self>) {
         let known: HashSet<WorkspaceId> = self.machines().keys().copied().collect();
         let strays: Vec<WorkspaceId> =
             self.jails.list().into_iter().filter(|id| !known.contains(id)).collect();
@@ -122,17 +124,7 @@ impl Manager {
                 tracing::warn!(machine = %id, %error, "a jail that belongs to nobody could not be removed");
             }
         }
-        let taken: HashSet<String> = {
-            let machines = self.machines();
-            let slots = machines.values().filter_map(|machine| machine.record().slot);
-            slots.map(|index| self.naming.slot(index).interface).collect()
-        };
-        let prefix = self.naming.prefix();
-        let removed = on_host("removing interfaces", move || {
-            let unused = tap::list(&prefix)?.into_iter().filter(|interface| !taken.contains(interface));
-            unused.collect::<Vec<_>>().iter().try_for_each(|interface| tap::remove(interface))
-        });
-        if let Err(error) = removed.await {
+        if let Err(error) = self.remove_interfaces(0).await {
             tracing::warn!(%error, "interfaces that belong to nobody could not be removed");
         }
     }

@@ -103,6 +103,16 @@ impl Slots {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&index);
     }
 
+    /// Does something with a slot that nobody has, and that nobody gets meanwhile.
+    pub(crate) fn while_free<T>(&self, index: u32, step: impl FnOnce() -> T) -> Option<T> {
+        if !self.take_back(index) {
+            return None;
+        }
+        let done = step();
+        self.release(index);
+        Some(done)
+    }
+
     pub(crate) fn count(&self) -> usize {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner).len()
     }

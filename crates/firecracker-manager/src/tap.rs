@@ -1,6 +1,6 @@
 //! TAP interfaces: the host's end of a microVM's network card.
 //!
-//! They stay when nobody uses them and are used again by the next microVM in the same slot; their owner alone may open
+//! Some are made ahead. They stay when nobody uses them and are used again by the next microVM in the same slot; their owner alone may open
 //! them, so a microVM's process needs no rights over the network.
 
 use std::fs;

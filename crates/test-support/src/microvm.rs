@@ -234,9 +234,15 @@ impl TestManager {
                 panic!("the manager ended with {status}:\n{}", self.log());
             }
             assert!(begun.elapsed() < Duration::from_secs(60), "the manager does not begin:\n{}", self.log());
-            let sockets = tokio::net::UnixStream::connect(self.directory.join("manager.sock"));
-            if self.starts() >= starts && sockets.await.is_ok() {
-                return;
+            if self.starts() >= starts {
+                let socket = self.url().strip_prefix("unix:").map(str::to_owned);
+                let is_answered = match socket {
+                    Some(socket) => tokio::net::UnixStream::connect(socket).await.is_ok(),
+                    None => true,
+                };
+                if is_answered {
+                    return;
+                }
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -254,7 +260,14 @@ impl TestManager {
 
     /// Its address, for a server.
     pub fn url(&self) -> String {
-        format!("unix:{}", self.directory.join("manager.sock").display())
+        let log = self.log();
+        let url = log.lines().filter_map(|line| line.strip_prefix("listening on ")).next_back();
+        url.expect("it has said where it listens").to_owned()
+    }
+
+    /// Its token.
+    pub fn token(&self) -> String {
+        fs::read_to_string(self.directory.join("manager-token")).expect("a token").trim().to_owned()
     }
 
     /// Its process.
@@ -366,10 +379,9 @@ impl TestManager {
         let container = run("docker", &["create", image, "none"]).trim().to_owned();
         run("docker", &["export", "--output", &archive.path().to_string_lossy(), &container]);
         run("docker", &["rm", &container]);
-        let token = fs::read_to_string(self.directory.join("manager-token")).expect("a token");
+        let token = self.token();
         let client = reqwest::Client::builder().unix_socket(self.directory.join("manager.sock")).build();
-        let request =
-            client.expect("a client").put(format!("http://manager{path}")).bearer_auth(token.trim());
+        let request = client.expect("a client").put(format!("http://manager{path}")).bearer_auth(token);
         let sent = request.body(fs::read(archive.path()).expect("an archive")).send().await;
         match sent {
             Ok(response) => Answer {
@@ -383,14 +395,14 @@ impl TestManager {
 
     /// A request that the manager may not live to answer.
     pub async fn request_in_vain(&self, method: &str, path: &str, body: Option<Value>) {
-        let token = fs::read_to_string(self.directory.join("manager-token")).expect("a token");
+        let token = self.token();
         let client = reqwest::Client::builder().unix_socket(self.directory.join("manager.sock")).build();
         let method = method.parse().expect("a method");
         let mut request = client.expect("a client").request(method, format!("http://manager{path}"));
         if let Some(body) = body {
             request = request.json(&body);
         }
-        if let Ok(answer) = request.bearer_auth(token.trim()).send().await {
+        if let Ok(answer) = request.bearer_auth(token).send().await {
             // Seen when the test fails.
             eprintln!("{path}: {} {}", answer.status(), answer.text().await.unwrap_or_default());
         }

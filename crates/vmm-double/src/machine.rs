@@ -136,7 +136,15 @@ impl Machine {
         let connection = format!("vsock{}", self.plugged);
         let address = json!({ "type": "unix", "data": { "path": vsock::SOCKET } });
         let backend = json!({ "type": "socket", "data": { "addr": address, "server": false } });
-        self.qmp.run("chardev-add", json!({ "id": connection, "backend": backend })).await?;
+        let add = json!({ "id": connection, "backend": backend });
+        let begun = Instant::now();
+        // Its socket has a name before anybody listens, and only one may try whether somebody does: QEMU.
+        while let Err(error) = self.qmp.run("chardev-add", add.clone()).await {
+            if begun.elapsed() > LISTENS_WITHIN || !error.to_string().contains("refused") {
+                return Err(error);
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
         let device =
             json!({ "driver": "vhost-user-vsock-pci", "id": "vsock", "chardev": connection, "bus": "plug" });
         self.qmp.run("device_add", device).await.map(drop)

@@ -102,10 +102,10 @@ async fn health(State(app): State<App>) -> Json<ManagerHealth> {
 
 /// Remove what no microVM needs any more.
 ///
-/// Interfaces and firewall rules stay for the next microVM until this is asked for. Nothing happens while one runs.
+/// Firewall rules and most interfaces stay for the next microVM until this is asked for, and while one runs.
 #[utoipa::path(post, path = "/v1/retire", tag = "manager",
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
 async fn retire(State(app): State<App>) -> Result<axum::http::StatusCode, ApiError> {
-    app.manager.retire().await?;
+    app.manager.retire(true).await?;
     Ok(axum::http::StatusCode::NO_CONTENT)
 }
