@@ -44,15 +44,17 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
         (true, true) => Kind::Hardware,
         (true, false) => Kind::EmulatedKvm,
     };
-    match kind {
-        Kind::Hardware => {}
-        Kind::EmulatedKvm => session.note(
-            "microVMs: the KVM of this machine is emulated, its processor does not do the work: only ratios are shown",
-        ),
-        Kind::Double => session.note(
-            "microVMs: QEMU in software in the place of Firecracker and KVM: only ratios are shown, and not what copies \
-             of memory and the monitor itself cost",
-        ),
+    if kind == Kind::Double {
+        session.note(
+            "microVMs: QEMU in software, in the place of a Firecracker that is not installed: copies of memory and the \
+             monitor's own are not measured",
+        );
+    }
+    if Path::new("/dev/kvm").exists() && !has_hardware_kvm() {
+        session.note("microVMs: the KVM of this machine is emulated, its processor does not do the work");
+    }
+    if kind != Kind::Hardware {
+        session.note("microVMs: times would say nothing, so only ratios are shown");
     }
     let own = Session::with(microvms.start(&binary, &[]).await, session.quick)?;
     let measured = Bench { session: &own, kind, request: microvms.small() }.measure().await;
