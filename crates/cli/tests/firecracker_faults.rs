@@ -401,6 +401,43 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
 }
 
 #[tokio::test]
+async fn what_ends_a_managers_group_does_not_end_its_microvms() {
+    let microvms = Microvms::find(BINARY);
+    let directory = tempfile::tempdir().unwrap();
+    // As in a container or a service: a group in every tree.
+    let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
+    let trees =
+        mounts.lines().filter(|line| line.contains(" cgroup")).filter_map(|line| line.split(' ').nth(1));
+    let name = format!("emergent-test-{}", std::process::id());
+    let mut groups: Vec<PathBuf> = trees.map(|tree| Path::new(tree).join(&name)).collect();
+    groups.retain(|group| std::fs::create_dir(group).is_ok());
+    let program = directory.path().join("manager");
+    let enter: String =
+        groups.iter().map(|group| format!("echo $$ > {}/cgroup.procs\n", group.display())).collect();
+    std::fs::write(&program, format!("#!/bin/sh\n{enter}exec {BINARY} \"$@\"\n")).unwrap();
+    run("chmod", &["755", program.to_str().unwrap()]);
+    let manager = TestManager::start(&microvms, program.to_str().unwrap(), &[]).await;
+    let own = std::fs::read_to_string(format!("/proc/{}/cgroup", manager.pid())).unwrap();
+    assert!(groups.is_empty() || own.contains(&name), "{own}");
+    let id = WorkspaceId::generate();
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    let made = manager.request("PUT", &format!("/v1/machines/{id}"), Some(asked)).await.ok();
+    let its = std::fs::read_to_string(format!("/proc/{}/cgroup", made["pid"])).unwrap();
+    assert!(!its.contains(&name), "{its}");
+    manager.request("DELETE", &format!("/v1/machines/{id}"), None).await.ok();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+    for group in groups {
+        std::fs::remove_dir(group).unwrap();
+    }
+}
+
+#[tokio::test]
 async fn a_manager_without_root_says_so() {
     let microvms = Microvms::find(BINARY);
     let directory = tempfile::tempdir().unwrap();

@@ -22,7 +22,7 @@ use crate::process::Process;
 use crate::record::Record;
 use crate::slot::{PREFIX, Slot};
 use crate::vmm::{self, Vmm};
-use crate::{console, disks, guest, socket, tap};
+use crate::{cgroup, console, disks, guest, socket, tap};
 
 /// How long Firecracker may take to listen.
 const API_TIME: Duration = Duration::from_secs(20);
@@ -237,10 +237,17 @@ impl Manager {
         machine.set_console(console.try_clone().ok());
         let mut command =
             self.jails.command(machine.id, slot, &record.request.limits, console).map_err(failed)?;
-        // A microVM outlives its manager, and what is typed at the manager's terminal is not for it.
-        // SAFETY: only a system call, between fork and exec.
+        // A microVM outlives its manager, and what is typed at the manager's terminal is not for it. The jailer puts it into
+        // groups of its own, but only in the trees that limit something.
+        let ways_out = cgroup::ways_out();
+        // SAFETY: only system calls, between fork and exec.
         unsafe {
-            command.pre_exec(|| rustix::process::setsid().map(drop).map_err(Into::into));
+            command.pre_exec(move || {
+                for way in &ways_out {
+                    let _ = rustix::io::write(way, cgroup::SELF);
+                }
+                rustix::process::setsid().map(drop).map_err(Into::into)
+            });
         }
         let mut child = tokio::process::Command::from(command).kill_on_drop(false).spawn().map_err(failed)?;
         failpoint!("manager.process_started");
