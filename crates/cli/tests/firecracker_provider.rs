@@ -544,6 +544,8 @@ async fn clones_of_memory_go_on_and_share_no_identity() {
     let asked = json!({ "memory": true });
     let snapshot = server.request("POST", &format!("{WORKSPACES}/{id}/snapshot"), Some(asked)).await.ok();
     assert_eq!(snapshot["memory"], true, "{snapshot}");
+    // Its connections are gone, which nobody notices.
+    assert_eq!(server.bash(&id, "echo at once").await, "at once\n");
     let from = |more: Value| {
         let mut body = json!({ "snapshot_id": snapshot["id"] });
         body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

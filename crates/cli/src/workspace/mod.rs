@@ -64,7 +64,7 @@ Examples:
         #[command(flatten)]
         which: lifecycle::IdArgs,
         /// Copy its memory too, on microVMs: what runs in it goes on in both
-        #[arg(long)]
+        #[arg(long, conflicts_with_all = ["cpu", "memory", "disk"])]
         with_memory: bool,
         #[command(flatten)]
         copy: CopyArgs,

@@ -60,6 +60,10 @@ impl Workspaces {
         };
         self.store.insert_snapshot(&new).await.map_err(error_of)?;
         failpoint!("snapshot.row_written");
+        if new.memory {
+            // Its connections are reset: the next call waits for the copy, and opens a new one.
+            live.close_to_calls();
+        }
         match provider.snapshot(id, new.id, new.memory).await {
             Ok(size) => {
                 let snapshot = self.store.snapshot_is_ready(new.id, size).await.map_err(error_of)?;
