@@ -500,9 +500,7 @@ impl Manager {
     async fn pause(&self, machine: &Machine, with_memory: bool) -> Result<(), ManagerError> {
         let record = self.note(machine, |record| record.phase = MachinePhase::Paused).await?;
         match record.process {
-            Some(process) if !with_memory => {
-                process.freeze().await.map_err(|error| ManagerError::failed("stopping the microVM", error))
-            }
+            Some(process) if !with_memory => on_host("stopping the microVM", move || process.freeze()).await,
             _ => Vmm::at(self.jails.api(machine.id)).set_paused(true).await,
         }
     }

@@ -45,7 +45,7 @@ impl Process {
     }
 
     /// Stops it and what it has started, and waits until nothing of that runs. It leads a group of its own.
-    pub(crate) async fn freeze(self) -> io::Result<()> {
+    pub(crate) fn freeze(self) -> io::Result<()> {
         self.signal_group(Signal::STOP)?;
         let begun = Instant::now();
         // Each thread stops when it leaves the kernel, and nobody is told but the parent, which another may have been.
@@ -54,7 +54,7 @@ impl Process {
                 let message = format!("process {} does not stop", self.pid);
                 return Err(io::Error::new(io::ErrorKind::TimedOut, message));
             }
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            std::thread::sleep(Duration::from_millis(1));
         }
         Ok(())
     }
@@ -164,8 +164,8 @@ mod tests {
         assert!(!process.is_alive());
     }
 
-    #[tokio::test]
-    async fn what_is_frozen_stands_still_with_all_it_has_started() {
+    #[test]
+    fn what_is_frozen_stands_still_with_all_it_has_started() {
         use std::os::unix::process::CommandExt;
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("grows");
@@ -175,23 +175,23 @@ mod tests {
         let mut child = command.args(["-c", &write]).process_group(0).spawn().unwrap();
         let process = Process::of(child.id().cast_signed()).unwrap();
         let size = || fs::metadata(&file).map_or(0, |found| found.len());
-        let grows = async |from: u64| {
+        let grows = |from: u64| {
             let begun = Instant::now();
             while size() <= from && begun.elapsed() < FREEZE_TIME {
-                tokio::time::sleep(Duration::from_millis(1)).await;
+                std::thread::sleep(Duration::from_millis(1));
             }
             size() > from
         };
-        assert!(grows(0).await);
-        process.freeze().await.unwrap();
+        assert!(grows(0));
+        process.freeze().unwrap();
         let frozen = size();
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        std::thread::sleep(Duration::from_millis(50));
         assert_eq!(size(), frozen);
         process.thaw().unwrap();
-        assert!(grows(frozen).await);
+        assert!(grows(frozen));
         process.signal_group(Signal::KILL).unwrap();
         child.wait().unwrap();
-        assert_eq!(process.freeze().await.unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(process.freeze().unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[test]

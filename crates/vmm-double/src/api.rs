@@ -90,7 +90,8 @@ async fn answer(vmm: Arc<Vmm>, request: Request<Incoming>) -> anyhow::Result<Res
     let body = request.into_body().collect().await?.to_bytes();
     let body = if body.is_empty() { Ok(Value::Null) } else { serde_json::from_slice(&body) };
     let result = match body {
-        Ok(body) => vmm.act(&method, &path, body).await,
+        // To its end, also when whoever asked is gone: QEMU's answers must be read.
+        Ok(body) => tokio::spawn(async move { vmm.act(&method, &path, body).await }).await?,
         Err(error) => Err(error.into()),
     };
     let (status, body) = match result {

@@ -4,8 +4,9 @@
 //! It is one program under two names: what it is called (`firecracker`, `jailer`) decides what it plays. What it needs
 //! itself is in a file `double.json` beside that name, so that whoever starts it need not know that it is not the real one.
 //!
-//! What it does not have is refused as Firecracker refuses what it does not know. QEMU can't copy a machine whose vsock lives in
-//! another process: it is unplugged before, and plugged in again. Connections are lost by that, as with Firecracker.
+//! What it does not have is refused as Firecracker refuses what it does not know. QEMU can't copy a machine whose vsock
+//! lives in another process: it is unplugged before, and plugged in again. Connections are lost by that, as with
+//! Firecracker.
 
 mod api;
 mod jailer;
