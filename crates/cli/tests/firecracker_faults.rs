@@ -226,6 +226,12 @@ async fn a_wrong_token_opens_nothing() {
             assert_eq!(refused.error(401), "unauthorized");
         }
     }
+    // A variable that is empty is no token that is empty.
+    let other = TestManager::start(&microvms, BINARY, &[("FIRECRACKER_MANAGER_TOKEN", "")]).await;
+    let refused = ask_manager_as(other.directory(), "", "GET", "/v1/machines", None).await;
+    assert_eq!(refused.error(401), "unauthorized");
+    other.request("GET", "/v1/machines", None).await.ok();
+    other.stop();
     let url = manager.url();
     let settings = [
         ("FIRECRACKER_MANAGER_URL", url.as_str()),

@@ -11,7 +11,7 @@ use emergent_wire::workspace::{
 use emergent_wire::{ByteSize, CpuCount, ErrorDetail};
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
-use secrecy::SecretString;
+use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
 
 /// The shortest time after which an unused workspace can be stopped.
@@ -168,6 +168,11 @@ pub struct FirecrackerSettings {
 }
 
 impl FirecrackerSettings {
+    /// The manager's token, if one is given. An empty variable gives none.
+    pub fn manager_token(&self) -> Option<&SecretString> {
+        self.manager_token.as_ref().filter(|token| !token.expose_secret().trim().is_empty())
+    }
+
     /// Where a manager listens that is not within the server. An empty variable names none.
     pub fn manager_url(&self) -> Option<&str> {
         self.manager_url.as_deref().filter(|url| !url.is_empty())

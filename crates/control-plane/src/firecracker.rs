@@ -122,7 +122,7 @@ fn listen_at(path: &Path) -> Result<(Listener, String), ServeError> {
 /// The token that the settings give, else one that is kept in the directory.
 fn token_of(settings: &FirecrackerSettings, data_dir: &Path) -> Result<(SecretString, PathBuf), ServeError> {
     let path = data_dir.join(MANAGER_TOKEN_FILE);
-    if let Some(token) = &settings.manager_token {
+    if let Some(token) = settings.manager_token() {
         return Ok((token.clone(), path));
     }
     let failed = |source| ServeError::DataDir { path: data_dir.to_owned(), source };
@@ -230,12 +230,12 @@ pub(crate) fn manager(settings: &FirecrackerSettings, embedded: Option<&Embedded
         return Some(embedded.reach.clone());
     }
     let url = settings.manager_url().filter(|_| settings.enabled != Some(false))?;
-    Some(Reach { url: url.to_owned(), token: settings.manager_token.clone() })
+    Some(Reach { url: url.to_owned(), token: settings.manager_token().cloned() })
 }
 
 /// What the manager that the settings name says of itself.
 pub async fn manager_health(settings: &FirecrackerSettings) -> Result<ManagerHealth, String> {
     let url = settings.manager_url().ok_or("no manager is named")?;
-    let client = ManagerClient::new(url, settings.manager_token.clone(), settings.manager_ca.as_deref())?;
+    let client = ManagerClient::new(url, settings.manager_token().cloned(), settings.manager_ca.as_deref())?;
     client.health().await.map_err(|error| error.to_string())
 }

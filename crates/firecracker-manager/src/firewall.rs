@@ -88,13 +88,17 @@ impl Firewall {
         };
         let mut in_force = self.in_force.lock().await;
         // Who had the lock before may have put ours in with his own.
-        if *in_force >= wanted {
+        if *in_force >= wanted && !from_the_ground_up {
             return Ok(());
         }
         let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let rules = Arc::clone(&self.rules);
-        let (is_new, number) = (*in_force == 0, open.number);
-        let set = move || match from_the_ground_up || is_new {
+        let (is_new, number) = (*in_force == 0 || from_the_ground_up, open.number);
+        if is_new {
+            // Until it is known that they are.
+            *in_force = 0;
+        }
+        let set = move || match is_new {
             true => rules.ensure(&open.machines),
             false => rules.replace(&open.machines),
         };
@@ -103,13 +107,15 @@ impl Firewall {
         Ok(())
     }
 
-    /// Takes all rules away.
-    pub(crate) async fn remove(&self) -> Result<(), ManagerError> {
+    /// Takes all rules away, unless somebody needs them: whoever does after this has looked waits, and puts them in again.
+    pub(crate) async fn remove_if(&self, is_unused: impl FnOnce() -> bool) -> Result<(), ManagerError> {
         let mut in_force = self.in_force.lock().await;
-        let rules = Arc::clone(&self.rules);
-        on_host("removing the firewall rules", move || rules.remove()).await?;
+        if !is_unused() {
+            return Ok(());
+        }
         *in_force = 0;
-        Ok(())
+        let rules = Arc::clone(&self.rules);
+        on_host("removing the firewall rules", move || rules.remove()).await
     }
 }
 

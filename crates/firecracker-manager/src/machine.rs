@@ -105,6 +105,7 @@ impl Manager {
             (Arc::clone(machine), is_new)
         };
         let _operation = machine.operation.lock().await;
+        self.check_known(&machine)?;
         if !is_new && machine.record().phase != MachinePhase::Reserved {
             return self.start_locked(&machine).await;
         }
@@ -155,6 +156,7 @@ impl Manager {
         self.check_usable().await?;
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
+        self.check_known(&machine)?;
         self.start_locked(&machine).await
     }
 
@@ -164,8 +166,10 @@ impl Manager {
             MachinePhase::Running if record.process.is_some_and(Process::is_alive) => {
                 return Ok(self.view(&record));
             }
-            // It has just ended, and nobody has looked after it yet.
-            MachinePhase::Running | MachinePhase::Paused => self.end_run(machine, None).await?,
+            // It has just ended, and nobody has looked after it yet; or an earlier start could not be undone.
+            MachinePhase::Running | MachinePhase::Paused | MachinePhase::Configured => {
+                self.end_run(machine, None).await?;
+            }
             MachinePhase::Stopped => {}
             phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
         }
@@ -174,7 +178,9 @@ impl Manager {
             self.begin(machine, Begin::Boot).await
         };
         if let Err(error) = started.await {
-            self.end_run(machine, None).await?;
+            if let Err(problem) = self.end_run(machine, None).await {
+                tracing::warn!(machine = %machine.id, error = %problem, "what was started could not be ended");
+            }
             return Err(error);
         }
         Ok(self.view(&machine.record()))
@@ -429,12 +435,15 @@ impl Manager {
     pub async fn stop(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
+        self.check_known(&machine)?;
         let record = machine.record();
         if record.phase == MachinePhase::Stopped {
             return Ok(self.view(&record));
         }
         if let Some(process) = record.process.filter(|process| process.is_alive()) {
-            self.let_go_on(&machine, false).await?;
+            if let Err(error) = self.let_go_on(&machine, false).await {
+                tracing::warn!(machine = %id, %error, "a microVM that was being copied does not go on");
+            }
             self.ask_to_end(id, process, STOP_GRACE).await;
         }
         self.end_run(&machine, None).await?;
@@ -469,6 +478,9 @@ impl Manager {
             return Ok(());
         };
         let _operation = machine.operation.lock().await;
+        if !self.has(&machine) {
+            return Ok(());
+        }
         let record = machine.record();
         if record.phase == MachinePhase::Running
             && let Some(process) = record.process.filter(|process| process.is_alive())
@@ -521,11 +533,13 @@ impl Manager {
         }
         let vmm = Vmm::at(self.jails.api(machine.id));
         if vmm.is_paused().await? {
-            if !memory_was_copied && let Err(error) = self.copy_memory(machine.id).await {
-                tracing::warn!(machine = %machine.id, %error, "vsock may not work in a microVM that was paused");
-            }
+            let copied = if memory_was_copied { Ok(()) } else { self.copy_memory(machine.id).await };
             self.forget_memory(machine.id).await?;
             vmm.set_paused(false).await?;
+            if copied.is_err() && guest::connect(&self.jails.vsock(machine.id), CONNECT_TIME).await.is_err() {
+                let why = "its vsock did not survive a pause".to_owned();
+                return self.end_run(machine, Some(why)).await;
+            }
         }
         self.note(machine, |record| record.phase = MachinePhase::Running).await.map(drop)
     }
@@ -534,6 +548,7 @@ impl Manager {
     pub async fn go_on(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
+        self.check_known(&machine)?;
         self.let_go_on(&machine, false).await?;
         Ok(self.view(&machine.record()))
     }
@@ -547,6 +562,7 @@ impl Manager {
     ) -> Result<MachineSnapshot, ManagerError> {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
+        self.check_known(&machine)?;
         let record = machine.record();
         let runs = match record.phase {
             MachinePhase::Running => true,
@@ -574,6 +590,9 @@ impl Manager {
         if runs {
             self.let_go_on(&machine, copied.is_ok()).await?;
             failpoint!("manager.goes_on");
+        }
+        if copied.is_err() {
+            self.remove_snapshot(to).await?;
         }
         let snapshot = MachineSnapshot {
             id: to,

@@ -128,6 +128,20 @@ impl Manager {
         self.machines().get(&id).cloned().ok_or_else(|| ManagerError::NotFound(format!("microVM {id}")))
     }
 
+    /// Whether a microVM is one that there is. Who has waited for its turn must ask: it may have been removed.
+    pub(crate) fn has(&self, machine: &Arc<Machine>) -> bool {
+        self.machines().get(&machine.id).is_some_and(|known| Arc::ptr_eq(known, machine))
+    }
+
+    /// The same, as an answer.
+    pub(crate) fn check_known(&self, machine: &Arc<Machine>) -> Result<(), ManagerError> {
+        if self.has(machine) {
+            Ok(())
+        } else {
+            Err(ManagerError::NotFound(format!("microVM {}", machine.id)))
+        }
+    }
+
     /// One microVM.
     pub fn get(&self, id: WorkspaceId) -> Result<MachineView, ManagerError> {
         Ok(self.view(&self.machine(id)?.record()))
@@ -189,30 +203,36 @@ impl Manager {
         on_host("removing a copy", move || snapshots.remove(id)).await
     }
 
-    /// Puts back rules that somebody has taken away, while there is a microVM that needs them; and removes what could not
-    /// be removed when it should have been.
+    /// Puts back rules that somebody has taken away, while there is a microVM that needs them; and ends what could not be
+    /// ended when it should have been.
     pub async fn repair(&self) -> Result<(), ManagerError> {
         let machines: Vec<Arc<Machine>> = self.machines().values().cloned().collect();
-        for machine in machines.iter().filter(|machine| machine.record().phase == MachinePhase::Removing) {
+        let repaired = if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) };
+        for machine in machines {
             // Somebody may be at it.
-            if let Ok(_operation) = machine.operation.try_lock() {
-                self.remove_locked(machine).await?;
+            let Ok(_operation) = machine.operation.try_lock() else {
+                continue;
+            };
+            let done = match machine.record().phase {
+                MachinePhase::Removing if self.has(&machine) => self.remove_locked(&machine).await,
+                MachinePhase::Paused => self.let_go_on(&machine, false).await,
+                _ => Ok(()),
+            };
+            if let Err(error) = done {
+                tracing::warn!(machine = %machine.id, %error, "what was begun with a microVM could not be ended");
             }
         }
-        if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) }
+        repaired
     }
 
     /// Removes what no microVM needs any more: interfaces, rules, control groups. A manager that goes on keeps the
     /// interfaces that it has made ahead.
     pub async fn retire(self: &Arc<Self>, goes_on: bool) -> Result<(), ManagerError> {
         self.remove_interfaces(if goes_on { self.interfaces_ahead() } else { 0 }).await?;
-        if self.slots.count() > 0 {
+        let is_unused = || self.slots.count() == 0;
+        self.firewall.remove_if(is_unused).await?;
+        if !is_unused() {
             return Ok(());
-        }
-        self.firewall.remove().await?;
-        // One that has begun meanwhile needs them.
-        if self.slots.count() > 0 {
-            return self.firewall.repair().await;
         }
         let jails = self.jails.clone();
         on_host("removing control groups", move || jails.retire()).await

@@ -68,7 +68,10 @@ impl Manager {
             tracing::warn!(%error, "no interfaces were made ahead");
         }
         if self.slots.count() > 0 {
-            self.firewall.repair().await?;
+            // It is tried again now and then, and by the next microVM.
+            if let Err(error) = self.firewall.repair().await {
+                tracing::warn!(%error, "the rules of microVMs could not be put back");
+            }
         }
         Ok(())
     }

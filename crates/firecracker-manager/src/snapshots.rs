@@ -2,13 +2,16 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use emergent_host::copy::taken_bytes;
 use emergent_wire::SnapshotId;
 use emergent_wire::manager::MachineSnapshot;
+use rustix::fs::{AtFlags, Mode, OFlags};
 
-use crate::record::{make_readable, write_whole};
+use crate::record::write_whole;
 
 /// The copies of one manager.
 #[derive(Clone, Debug)]
@@ -37,10 +40,7 @@ impl Snapshots {
         let (own_state, own_memory) = self.memory(id);
         let mut bytes = 0;
         for (from, to) in [(state, own_state), (memory, own_memory)] {
-            std::os::unix::fs::chown(from, Some(0), Some(0))?;
-            make_readable(from)?;
-            fs::File::open(from)?.sync_all()?;
-            fs::rename(from, &to)?;
+            take_over(from, &to)?;
             bytes += taken_bytes(&to)?;
         }
         Ok(bytes)
@@ -91,5 +91,50 @@ impl Snapshots {
         ids.sort_unstable();
         ids.dedup();
         Ok(ids)
+    }
+}
+
+/// Makes a file ours that somebody in a jail has made. It may be anything: only an ordinary file is taken, and the very one
+/// that was looked at.
+fn take_over(from: &Path, to: &Path) -> io::Result<()> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = fs::File::from(rustix::fs::open(from, flags, Mode::empty())?);
+    let found = file.metadata()?;
+    if !found.is_file() || found.nlink() != 1 {
+        let message = format!("{} is not the file that was to be written", from.display());
+        return Err(io::Error::new(io::ErrorKind::InvalidData, message));
+    }
+    std::os::unix::fs::fchown(&file, Some(0), Some(0))?;
+    file.set_permissions(fs::Permissions::from_mode(0o444))?;
+    file.sync_all()?;
+    let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::linkat(rustix::fs::CWD, itself, rustix::fs::CWD, to, AtFlags::SYMLINK_FOLLOW)?;
+    fs::remove_file(from)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn only_an_ordinary_file_is_taken_over() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name);
+        fs::write(path("hosts"), "host").unwrap();
+        fs::set_permissions(path("hosts"), fs::Permissions::from_mode(0o640)).unwrap();
+        std::os::unix::fs::symlink(path("hosts"), path("link")).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, path("fifo"), rustix::fs::FileType::Fifo, Mode::RWXU, 0)
+            .unwrap();
+        fs::write(path("twice"), "").unwrap();
+        fs::hard_link(path("twice"), path("again")).unwrap();
+        for name in ["link", "fifo", "twice"] {
+            assert!(take_over(&path(name), &path("to")).is_err(), "{name}");
+        }
+        assert!(!path("to").exists());
+        assert_eq!(fs::metadata(path("hosts")).unwrap().mode() & 0o777, 0o640);
+        fs::write(path("own"), "text").unwrap();
+        take_over(&path("own"), &path("to")).unwrap();
+        assert_eq!((fs::read_to_string(path("to")).unwrap().as_str(), path("own").exists()), ("text", false));
     }
 }

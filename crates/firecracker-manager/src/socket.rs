@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 use tokio::net::{UnixListener, UnixStream};
 
 /// A short name for a path, as long as the descriptor is open.
@@ -17,9 +17,14 @@ fn short(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     Ok((directory, path))
 }
 
+/// Connects to a socket that somebody in a jail has made. What leads elsewhere is not followed.
 pub(crate) async fn connect(path: &Path) -> io::Result<UnixStream> {
     let (_directory, path) = short(path)?;
-    UnixStream::connect(path).await
+    let socket = rustix::fs::open(&path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    if FileType::from_raw_mode(rustix::fs::fstat(&socket)?.st_mode) != FileType::Socket {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no socket"));
+    }
+    UnixStream::connect(Path::new("/proc/self/fd").join(socket.as_raw_fd().to_string())).await
 }
 
 pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
@@ -43,5 +48,15 @@ mod tests {
         let (connected, accepted) = tokio::join!(connect(&path), listener.accept());
         connected.unwrap();
         accepted.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_link_is_not_followed() {
+        let directory = tempfile::tempdir().unwrap();
+        let (others, link) = (directory.path().join("others"), directory.path().join("link"));
+        let _listener = listen(&others).unwrap();
+        std::os::unix::fs::symlink(&others, &link).unwrap();
+        assert_eq!(connect(&link).await.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        connect(&others).await.unwrap();
     }
 }

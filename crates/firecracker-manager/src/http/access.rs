@@ -18,7 +18,7 @@ pub(crate) async fn check(
 ) -> Result<Response, ApiError> {
     let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let given = given.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default().trim();
-    if bool::from(given.as_bytes().ct_eq(app.token.expose_secret().as_bytes())) {
+    if !given.is_empty() && bool::from(given.as_bytes().ct_eq(app.token.expose_secret().as_bytes())) {
         return Ok(next.run(request).await);
     }
     let message = "the manager's token is needed: it is in the file manager-token of its data directory";

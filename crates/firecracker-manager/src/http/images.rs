@@ -8,8 +8,8 @@ use emergent_wire::error::ErrorBody;
 use emergent_wire::manager::{ImageSettings, MachineImage};
 use serde::Deserialize;
 
-use super::App;
 use super::error::ApiError;
+use super::{App, to_the_end};
 
 #[derive(Deserialize, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -45,5 +45,5 @@ pub(super) async fn put(
         Some(text) => serde_json::from_str(&text)
             .map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("settings: {error}")))?,
     };
-    Ok(Json(app.manager.put_image(&id, settings, body.into_data_stream()).await?))
+    to_the_end(async move { app.manager.put_image(&id, settings, body.into_data_stream()).await }).await
 }

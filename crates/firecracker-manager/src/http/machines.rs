@@ -12,8 +12,8 @@ use emergent_wire::{ErrorCode, WorkspaceId};
 use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 
-use super::App;
 use super::error::ApiError;
+use super::{App, to_the_end};
 
 /// What an upgraded request carries.
 const PROTOCOL: HeaderValue = HeaderValue::from_static("emergent-channel");
@@ -127,14 +127,4 @@ pub(super) async fn channel(
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     response.headers_mut().insert(header::UPGRADE, PROTOCOL);
     Ok(response)
-}
-
-/// What was begun is done, also when whoever asked for it does not wait.
-async fn to_the_end<T: Send + 'static>(
-    work: impl Future<Output = Result<T, crate::ManagerError>> + Send + 'static,
-) -> Result<Json<T>, ApiError> {
-    match tokio::spawn(work).await {
-        Ok(done) => Ok(Json(done?)),
-        Err(error) => Err(ApiError::new(ErrorCode::Internal, error.to_string())),
-    }
 }

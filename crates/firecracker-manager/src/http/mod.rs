@@ -89,6 +89,16 @@ pub fn router(manager: Arc<Manager>, token: SecretString) -> Router {
         .with_state(app)
 }
 
+/// What was begun is done, also when whoever asked for it does not wait.
+async fn to_the_end<T: Send + 'static>(
+    work: impl Future<Output = Result<T, crate::ManagerError>> + Send + 'static,
+) -> Result<Json<T>, ApiError> {
+    match tokio::spawn(work).await {
+        Ok(done) => Ok(Json(done?)),
+        Err(error) => Err(ApiError::new(ErrorCode::Internal, error.to_string())),
+    }
+}
+
 async fn nothing_here() -> ApiError {
     ApiError::new(ErrorCode::NotFound, "there is nothing at this address")
 }
@@ -106,6 +116,6 @@ async fn health(State(app): State<App>) -> Json<ManagerHealth> {
 #[utoipa::path(post, path = "/v1/retire", tag = "manager",
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
 async fn retire(State(app): State<App>) -> Result<axum::http::StatusCode, ApiError> {
-    app.manager.retire(true).await?;
-    Ok(axum::http::StatusCode::NO_CONTENT)
+    let retired = to_the_end(async move { app.manager.retire(true).await });
+    retired.await.map(|_| axum::http::StatusCode::NO_CONTENT)
 }

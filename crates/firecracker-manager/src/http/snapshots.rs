@@ -7,8 +7,8 @@ use emergent_wire::SnapshotId;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::manager::{MachineSnapshot, MachineSnapshotList, MachineSnapshotRequest};
 
-use super::App;
 use super::error::ApiError;
+use super::{App, to_the_end};
 
 /// List copies.
 #[utoipa::path(get, path = "/v1/snapshots", tag = "snapshots",
@@ -26,7 +26,7 @@ pub(super) async fn create(
     Path(id): Path<SnapshotId>,
     Json(request): Json<MachineSnapshotRequest>,
 ) -> Result<Json<MachineSnapshot>, ApiError> {
-    Ok(Json(app.manager.snapshot(request.machine, id, request.memory).await?))
+    to_the_end(async move { app.manager.snapshot(request.machine, id, request.memory).await }).await
 }
 
 /// Remove a copy, whole or not.
@@ -36,6 +36,5 @@ pub(super) async fn remove(
     State(app): State<App>,
     Path(id): Path<SnapshotId>,
 ) -> Result<StatusCode, ApiError> {
-    app.manager.remove_snapshot(id).await?;
-    Ok(StatusCode::NO_CONTENT)
+    to_the_end(async move { app.manager.remove_snapshot(id).await }).await.map(|_| StatusCode::NO_CONTENT)
 }
