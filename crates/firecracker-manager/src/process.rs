@@ -202,7 +202,13 @@ mod tests {
             .stdin(std::process::Stdio::piped())
             .spawn()
             .unwrap();
-        let found = of_machine(id);
+        // Its arguments can be read a moment after it has begun.
+        let begun = Instant::now();
+        let mut found = of_machine(id);
+        while found.is_empty() && begun.elapsed() < FREEZE_TIME {
+            std::thread::sleep(Duration::from_millis(1));
+            found = of_machine(id);
+        }
         assert_eq!(found.iter().map(|process| process.pid).collect::<Vec<_>>(), [child.id().cast_signed()]);
         child.kill().unwrap();
         child.wait().unwrap();
