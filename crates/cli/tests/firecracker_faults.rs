@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use emergent_test_support::microvm::{Microvms, TestManager, ask_manager, ask_manager_as};
 use emergent_test_support::server::{Answer, TestServer, leftovers_of_manager, run};
-use emergent_wire::WorkspaceId;
 use emergent_wire::id::InstallationId;
+use emergent_wire::{SnapshotId, WorkspaceId};
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
@@ -303,6 +303,89 @@ async fn a_full_disk_is_said_and_leaves_nothing() {
 }
 
 #[tokio::test]
+async fn a_full_disk_keeps_nobody_from_ending_what_fills_it() {
+    let microvms = Microvms::find(BINARY);
+    let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
+    manager.terminate();
+    // A disk on which nothing is kept back for root; the janitor unmounts it.
+    let (directory, images) = (manager.directory().to_owned(), tempfile::tempdir().unwrap());
+    let image = images.path().join("disk");
+    std::fs::File::create(&image).unwrap().set_len(6 << 30).unwrap();
+    run("mkfs.ext4", &["-q", "-m", "0", image.to_str().unwrap()]);
+    run("mount", &["-o", "loop", image.to_str().unwrap(), directory.to_str().unwrap()]);
+    manager.start_again(&[]).await;
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    let path = |id: WorkspaceId| format!("/v1/machines/{id}");
+    let (first, second) = (WorkspaceId::generate(), WorkspaceId::generate());
+    for id in [first, second] {
+        manager.request("PUT", &path(id), Some(asked.clone())).await.ok();
+    }
+    let filler = directory.join("filler");
+    let fill = "fallocate -l $(($(stat -f -c %a .) * $(stat -f -c %S .))) filler; \
+                for name in $(seq 5000); do echo > filler-$name || exit 0; done";
+    run("sh", &["-c", &format!("cd {} && {fill}", directory.display())]);
+    let full = std::fs::write(directory.join("more"), vec![1; 1 << 20]).unwrap_err();
+    assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
+    let stopped = manager.request("POST", &format!("{}/stop", path(first)), None).await.ok();
+    assert_eq!(stopped["phase"], "stopped");
+    let copy = format!("/v1/snapshots/{}", SnapshotId::generate());
+    let refused = manager.request("PUT", &copy, Some(json!({ "machine": second }))).await;
+    assert!(message(&refused).contains("are left on the host's disk"), "{refused:?}");
+    // What was to be copied goes on.
+    let machine = manager.request("GET", &path(second), None).await.ok();
+    assert_eq!(machine["phase"], "running");
+    // Removed: the one that runs too, and the first while the disk has no byte left.
+    manager.request("DELETE", &path(second), None).await.ok();
+    manager.request("DELETE", &path(first), None).await.ok();
+    assert_eq!(left(&directory), Vec::<String>::new());
+    std::fs::remove_file(filler).unwrap();
+    manager.request("PUT", &path(first), Some(asked)).await.ok();
+    manager.request("DELETE", &path(first), None).await.ok();
+    manager.stop();
+}
+
+#[tokio::test]
+async fn a_process_of_another_run_of_the_host_is_nobodys() {
+    let microvms = Microvms::find(BINARY);
+    let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
+    let id = WorkspaceId::generate();
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    let path = format!("/v1/machines/{id}");
+    manager.request("PUT", &path, Some(asked)).await.ok();
+    manager.request("POST", &format!("{path}/stop"), None).await.ok();
+    manager.terminate();
+    // As after a start of the host in which the numbers come out the same.
+    let mut other = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", other.id())).unwrap();
+    let start_time: u64 = stat.split(' ').nth(21).unwrap().parse().unwrap();
+    let file = manager.directory().join(format!("machines/{id}/machine.json"));
+    let mut record: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    record["phase"] = json!("running");
+    record["process"] = json!({ "pid": other.id(), "start_time": start_time });
+    record["boot"] = json!("another");
+    std::fs::write(&file, record.to_string()).unwrap();
+    manager.start_again(&[]).await;
+    let machine = manager.request("GET", &path, None).await.ok();
+    assert_eq!((&machine["phase"], &machine["pid"]), (&json!("stopped"), &Value::Null), "{machine}");
+    manager.request("DELETE", &path, None).await.ok();
+    assert!(other.try_wait().unwrap().is_none());
+    other.kill().unwrap();
+    other.wait().unwrap();
+    microvms.keep_images(manager.directory());
+    manager.stop();
+}
+
+#[tokio::test]
 async fn an_interface_of_somebody_else_is_left_alone() {
     let microvms = Microvms::find(BINARY);
     let server = microvms.start(BINARY, &[]).await;
@@ -395,9 +478,14 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     assert_eq!(created["provider"], "gvisor", "{created}");
     server.destroy(created["id"].as_str().unwrap()).await;
     // What could not be removed meanwhile goes when it can: now and then, and when a manager begins.
-    lock.unlock().unwrap();
+    // That one does not wait for it before it answers.
     manager.terminate();
-    manager.start_again(&[]).await;
+    manager.begin_again(&[]).await;
+    let listed = manager.request("GET", "/v1/machines", None).await.ok();
+    assert_eq!(listed["machines"][0]["phase"], "removing", "{listed}");
+    assert_ne!(left(manager.directory()), Vec::<String>::new());
+    lock.unlock().unwrap();
+    manager.wait_until_recovered().await;
     assert_eq!(left(manager.directory()), Vec::<String>::new());
     server.stop();
     microvms.keep_images(manager.directory());
@@ -436,6 +524,9 @@ async fn what_ends_a_managers_group_does_not_end_its_microvms() {
     let made = manager.request("PUT", &format!("/v1/machines/{id}"), Some(asked)).await.ok();
     let its = std::fs::read_to_string(format!("/proc/{}/cgroup", made["pid"])).unwrap();
     assert!(!its.contains(&name), "{its}");
+    // A host without memory ends it before anything of its own.
+    let offered = std::fs::read_to_string(format!("/proc/{}/oom_score_adj", made["pid"])).unwrap();
+    assert_eq!(offered, "500\n");
     manager.request("DELETE", &format!("/v1/machines/{id}"), None).await.ok();
     microvms.keep_images(manager.directory());
     manager.stop();

@@ -10,7 +10,9 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use emergent_test_support::microvm::{Microvms, TestManager, ask_manager};
+use emergent_test_support::microvm::{
+    INTERFACES_AHEAD, Microvms, TestManager, ask_manager, wait_until_recovered,
+};
 use emergent_test_support::server::{TestServer, leftovers_of_manager, run};
 use emergent_wire::id::InstallationId;
 use emergent_wire::{SnapshotId, WorkspaceId};
@@ -133,8 +135,8 @@ impl World {
             let is_known = match left.split_once(' ') {
                 // A few are made ahead.
                 Some(("interface", name)) => {
-                    let index = name.rsplit_once('-').and_then(|(_, index)| index.parse::<u32>().ok());
-                    interfaces.contains(name) || index.is_some_and(|index| index < 4)
+                    let index = name.rsplit_once('-').and_then(|(_, index)| index.parse::<usize>().ok());
+                    interfaces.contains(name) || index.is_some_and(|index| index < INTERFACES_AHEAD)
                 }
                 Some(("process", line)) => running.iter().any(|id| line.contains(id.as_str())),
                 // Rules are of the manager as a whole; one that names an interface belongs to it.
@@ -268,6 +270,7 @@ impl Served {
         self.server.request_in_vain(method, path, body).await;
         self.server.wait_until_killed();
         self.server.start_again().await;
+        wait_until_recovered(&self.directory()).await;
         self.check(step).await;
     }
 
@@ -317,6 +320,7 @@ async fn killed_while_a_server_makes_its_first_microvm() {
         server.request_in_vain("POST", WORKSPACES, Some(microvms.small())).await;
         server.wait_until_killed();
         server.start_again().await;
+        wait_until_recovered(&server.data_dir().join("firecracker")).await;
         // But for the interfaces that a manager that runs has made ahead.
         let left = server.leftovers().into_iter().filter(|left| !left.starts_with("interface "));
         assert_eq!(left.collect::<Vec<_>>(), Vec::<String>::new(), "{step}");

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_firecracker_manager::{Manager, ManagerError, ManagerOptions};
+use emergent_host::files::remove_if_there;
 use emergent_providers::{MANAGER_TOKEN_FILE, ManagerClient};
 use emergent_wire::manager::ManagerHealth;
 use secrecy::SecretString;
@@ -18,7 +19,7 @@ use tokio::time::MissedTickBehavior;
 
 use crate::config::{FirecrackerSettings, TlsSettings};
 use crate::listener::{Listener, accept};
-use crate::server::{ServeError, write_private};
+use crate::server::{ServeError, allow_many_open_files, write_private};
 use crate::tls;
 
 /// The manager's socket in its directory, unless it listens elsewhere.
@@ -27,7 +28,7 @@ const SOCKET: &str = "manager.sock";
 const REPAIR_EVERY: Duration = Duration::from_secs(60);
 /// How often it is tried to be the manager of a directory that another server has.
 const TRY_EVERY: Duration = Duration::from_secs(2);
-/// How long a server waits for its manager before it begins; what is found takes a moment to be taken back.
+/// How long a server waits for its manager to listen before it begins.
 const BEGIN_WITHIN: Duration = Duration::from_secs(20);
 
 /// Where a manager listens.
@@ -52,6 +53,7 @@ pub async fn serve_manager(
 ) -> Result<(), ServeError> {
     let failed = |error: ManagerError| ServeError::Manager(error.to_string());
     let tls = tls::acceptor(tls).map_err(ServeError::Tls)?;
+    allow_many_open_files();
     let manager = Manager::open(data_dir, settings.manager.clone()).await.map_err(failed)?;
     let (token, token_file) = token_of(settings, data_dir)?;
     let own = data_dir.join(SOCKET);
@@ -73,10 +75,13 @@ pub async fn serve_manager(
             (Listener::Tcp(listener, tls), url)
         }
     };
-    for problem in manager.health().await.errors {
-        tracing::warn!(problem, "microVMs can't be made");
-    }
     on_ready(&url, &token_file);
+    let examined = Arc::clone(&manager);
+    tokio::spawn(async move {
+        for problem in examined.health().await.errors {
+            tracing::warn!(problem, "microVMs can't be made");
+        }
+    });
     run(&manager, token, listener, shutdown).await;
     Ok(())
 }
@@ -110,10 +115,7 @@ fn listen_at(path: &Path) -> Result<(Listener, String), ServeError> {
     let failed =
         |error: std::io::Error| ServeError::Manager(format!("can't listen on {}: {error}", path.display()));
     // The directory is locked: whoever listened there is gone.
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(failed(error)),
-        _ => {}
-    }
+    remove_if_there(path).map_err(failed)?;
     let listener = UnixListener::bind(path).map_err(failed)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
     Ok((Listener::Unix(listener), format!("unix:{}", path.display())))

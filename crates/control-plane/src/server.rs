@@ -19,6 +19,7 @@ use emergent_store::{SealError, SealingKey, Store, StoreConfig, StoreError};
 use emergent_wire::access::CreateToken;
 use emergent_wire::id::InstallationId;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use secrecy::ExposeSecret;
 use tokio::net::TcpListener;
 
@@ -96,12 +97,24 @@ pub struct Running {
     pub first_start: bool,
 }
 
+/// Opens as many files as this process is allowed to: each connection is one, and by default there may be hardly more than a
+/// thousand.
+pub(crate) fn allow_many_open_files() {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum
+        && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
+    {
+        tracing::warn!(%error, "no more files can be opened than by default");
+    }
+}
+
 /// Runs the server until `shutdown` is ready.
 pub async fn serve(
     settings: Settings,
     shutdown: impl Future<Output = ()> + Send,
     on_ready: impl FnOnce(&Running) + Send,
 ) -> Result<(), ServeError> {
+    allow_many_open_files();
     let data_dir = prepare_data_dir(&settings.data_dir)?;
     let tls = tls::acceptor(&settings.tls).map_err(ServeError::Tls)?;
     let store = open_store(&settings, &data_dir).await?;

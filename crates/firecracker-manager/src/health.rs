@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use emergent_wire::manager::{MachinePhase, MachineRequest, ManagerHealth};
 use emergent_wire::workspace::AvailableResources;
@@ -39,6 +40,7 @@ impl Manager {
             active_vms: u32::try_from(active).unwrap_or(u32::MAX),
             max_vms: self.slots.most(),
             warm_pool_size: self.options.warm_pool_size,
+            recovering: self.is_recovering.load(Ordering::Relaxed),
             available: self.available(),
             errors,
             notes,
@@ -92,22 +94,10 @@ impl Manager {
         }
         Ok((source, begin))
     }
-
-    /// Refuses a microVM that the host has no memory for, before it is started.
-    pub(crate) fn check_memory(&self, record: &Record) -> Result<(), ManagerError> {
-        let wanted = record.request.limits.memory;
-        match free_memory() {
-            Some(free) if free < wanted.bytes() => Err(ManagerError::Full(format!(
-                "the host has {} MiB of memory left, the microVM wants {} MiB: stop others, or ask for less",
-                free >> 20,
-                wanted.bytes() >> 20
-            ))),
-            _ => Ok(()),
-        }
-    }
 }
 
-fn free_memory() -> Option<u64> {
+/// The memory of the host that is not in use, in bytes.
+pub(crate) fn free_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.split_ascii_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)

@@ -2,12 +2,13 @@
 
 use std::fs::File;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use emergent_failpoint::failpoint;
 use emergent_guest_protocol::MachineCall;
+use emergent_host::copy::taken_bytes;
+use emergent_host::files::remove_if_there;
 use emergent_wire::manager::{Machine as MachineView, MachinePhase, MachineRequest, MachineSnapshot};
 use emergent_wire::workspace::NetworkMode;
 use emergent_wire::{SnapshotId, WorkspaceId};
@@ -18,11 +19,11 @@ use tokio::net::{UnixListener, UnixStream};
 use crate::error::{ManagerError, on_host};
 use crate::jail::{DISK, INITRD, KERNEL, MEMORY, Parts, STATE, VSOCK};
 use crate::manager::{Manager, vcpus};
-use crate::process::Process;
+use crate::process::{self, Process};
 use crate::record::Record;
-use crate::slot::{PREFIX, Slot};
+use crate::slot::{NoSlot, PREFIX, Slot};
 use crate::vmm::{self, Vmm};
-use crate::{cgroup, console, disks, guest, socket, tap};
+use crate::{cgroup, console, disks, guest, health, socket, tap};
 
 /// How long Firecracker may take to listen.
 const API_TIME: Duration = Duration::from_secs(20);
@@ -53,20 +54,24 @@ pub(crate) struct Machine {
     pub(crate) id: WorkspaceId,
     record: Mutex<Record>,
     /// Held by whoever changes it.
-    pub(crate) operation: tokio::sync::Mutex<()>,
+    pub(crate) operation: Arc<tokio::sync::Mutex<()>>,
     /// Kept open, so that what was printed is there when the process is not.
     console: Mutex<Option<File>>,
 }
 
 impl Machine {
     pub(crate) fn new(record: Record) -> Arc<Self> {
-        let (operation, console) = (tokio::sync::Mutex::default(), Mutex::default());
+        let (operation, console) = (Arc::default(), Mutex::default());
         Arc::new(Self { id: record.id, record: Mutex::new(record), operation, console })
     }
 
     /// What is known of it now.
     pub(crate) fn record(&self) -> Record {
         self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_record(&self, record: Record) {
+        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = record;
     }
 
     fn set_console(&self, console: Option<File>) {
@@ -85,7 +90,7 @@ impl Manager {
         change(&mut record);
         let (records, saved) = (self.records.clone(), record.clone());
         on_host("writing down what a microVM is", move || records.save(&saved)).await?;
-        *machine.record.lock().unwrap_or_else(PoisonError::into_inner) = record.clone();
+        machine.set_record(record.clone());
         Ok(record)
     }
 
@@ -113,7 +118,8 @@ impl Manager {
             self.reserve(&machine).await?;
             failpoint!("manager.reserved");
             let (disk, bytes) = (self.records.disk(id), request.limits.disk.bytes());
-            on_host("making the disk", move || disks::ensure(&disk, &source, bytes)).await?;
+            let room = self.room.clone();
+            on_host("making the disk", move || room.make_disk(&disk, &source, bytes)).await?;
             failpoint!("manager.disk_made");
             self.begin(&machine, begin).await
         };
@@ -128,7 +134,7 @@ impl Manager {
 
     async fn undo_creation(&self, machine: &Machine) {
         if let Err(error) = self.remove_locked(machine).await {
-            tracing::warn!(machine = %machine.id, %error, "what was made of a microVM could not be removed; it is tried again at the next start");
+            tracing::warn!(machine = %machine.id, %error, "what was made of a microVM could not be removed; it is tried again");
         }
     }
 
@@ -137,12 +143,19 @@ impl Manager {
         if machine.record().slot.is_some() {
             return Ok(());
         }
-        self.check_memory(&machine.record())?;
-        let most = self.slots.most();
-        let index = self.slots.take().ok_or_else(|| {
-            ManagerError::Full(format!(
-                "all {most} slots for microVMs are taken: stop or destroy some, or raise FIRECRACKER_MAX_VMS"
-            ))
+        let wanted = machine.record().request.limits.memory.bytes();
+        let index = self.slots.take(wanted, health::free_memory().unwrap_or(u64::MAX)).map_err(|refused| {
+            ManagerError::Full(match refused {
+                NoSlot::Full => format!(
+                    "all {} slots for microVMs are taken: stop or destroy some, or raise FIRECRACKER_MAX_VMS",
+                    self.slots.most()
+                ),
+                NoSlot::Memory(left) => format!(
+                    "the host has {} MiB of memory left, the microVM wants {} MiB: stop others, or ask for less",
+                    left >> 20,
+                    wanted >> 20
+                ),
+            })
         })?;
         let noted = self.note(machine, |record| record.slot = Some(index)).await;
         if noted.is_err() {
@@ -223,6 +236,7 @@ impl Manager {
         let process = self.spawn(machine, &slot, &record).await?;
         self.bring_up(machine, &record, &slot, process, begin, ready).await?;
         self.note(machine, |record| record.phase = MachinePhase::Running).await?;
+        self.slots.has_started(index);
         failpoint!("manager.running");
         self.watch(machine, process);
         Ok(())
@@ -252,15 +266,21 @@ impl Manager {
                 for way in &ways_out {
                     let _ = rustix::io::write(way, cgroup::SELF);
                 }
+                process::offer_to_end();
                 rustix::process::setsid().map(drop).map_err(Into::into)
             });
         }
         let mut child = tokio::process::Command::from(command).kill_on_drop(false).spawn().map_err(failed)?;
         failpoint!("manager.process_started");
-        let process = child.id().and_then(|pid| Process::of(pid.cast_signed()));
+        let process = child.id().map_or(Ok(None), |pid| Process::of(pid.cast_signed()));
         tokio::spawn(async move { child.wait().await });
-        let process = process.ok_or_else(|| self.told("the jailer ended at once", machine))?;
-        self.note(machine, |record| record.process = Some(process)).await?;
+        let process =
+            process.map_err(failed)?.ok_or_else(|| self.told("the jailer ended at once", machine))?;
+        self.note(machine, |record| {
+            record.process = Some(process);
+            record.boot = Some(self.boot.clone());
+        })
+        .await?;
         failpoint!("manager.process_noted");
         Ok(process)
     }
@@ -380,7 +400,7 @@ impl Manager {
                 return;
             };
             let _operation = machine.operation.lock().await;
-            if machine.record().process == Some(process) {
+            if manager.has(&machine) && machine.record().process == Some(process) {
                 let why = manager.console_tail(&machine);
                 let why = why.map_or_else(String::new, |text| format!(": {text}"));
                 let why = format!("its process has ended{why}");
@@ -394,15 +414,31 @@ impl Manager {
 
     /// Ends a run, whatever is left of it: process, jail, control groups, rules, slot. The disk stays.
     pub(crate) async fn end_run(&self, machine: &Machine, why: Option<String>) -> Result<(), ManagerError> {
+        self.remove_run(machine).await?;
+        let slot = machine.record().slot;
+        self.note(machine, |record| {
+            record.process = None;
+            record.slot = None;
+            record.ended = why;
+            record.phase = MachinePhase::Stopped;
+        })
+        .await?;
+        // Only now: as long as it is written that a slot is this one's, nobody else's may be in it.
+        if let Some(index) = slot {
+            self.slots.release(index);
+        }
+        Ok(())
+    }
+
+    /// Removes all that a run has made. What is written of it stays.
+    async fn remove_run(&self, machine: &Machine) -> Result<(), ManagerError> {
         let record = machine.record();
         let id = machine.id;
         let mut processes: Vec<Process> = record.process.into_iter().collect();
         if record.process.is_none() {
             // It may have been started and not written down.
-            processes = on_host("looking for processes", move || {
-                Ok::<_, std::io::Error>(crate::process::of_machine(&id.to_string()))
-            })
-            .await?;
+            processes =
+                on_host("looking for processes", move || process::of_machine(&id.to_string())).await?;
         }
         for process in processes {
             kill(process).await?;
@@ -416,18 +452,6 @@ impl Manager {
             failpoint!("manager.rules_removed");
         }
         machine.set_console(None);
-        self.note(machine, |record| {
-            record.process = None;
-            record.slot = None;
-            record.ended = why;
-            if record.phase != MachinePhase::Removing && record.phase != MachinePhase::Reserved {
-                record.phase = MachinePhase::Stopped;
-            }
-        })
-        .await?;
-        if let Some(index) = record.slot {
-            self.slots.release(index);
-        }
         Ok(())
     }
 
@@ -485,7 +509,7 @@ impl Manager {
         if record.phase == MachinePhase::Running
             && let Some(process) = record.process.filter(|process| process.is_alive())
         {
-            self.note(&machine, |record| record.phase = MachinePhase::Removing).await?;
+            self.note_removal(&machine).await;
             failpoint!("manager.removal_noted");
             // Whoever wants it removed has given its commands their time.
             self.ask_to_end(id, process, Duration::ZERO).await;
@@ -495,13 +519,25 @@ impl Manager {
 
     pub(crate) async fn remove_locked(&self, machine: &Machine) -> Result<(), ManagerError> {
         let id = machine.id;
-        self.note(machine, |record| record.phase = MachinePhase::Removing).await?;
-        self.end_run(machine, None).await?;
+        self.note_removal(machine).await;
+        self.remove_run(machine).await?;
         let records = self.records.clone();
         on_host("removing the disk", move || records.remove(id)).await?;
         failpoint!("manager.files_removed");
         self.machines().remove(&id);
+        if let Some(index) = machine.record().slot {
+            self.slots.release(index);
+        }
         Ok(())
+    }
+
+    /// Writes down that a microVM is to go. It goes also where that can't be written: a disk on which nothing can is no
+    /// reason to keep what fills it.
+    async fn note_removal(&self, machine: &Machine) {
+        if let Err(error) = self.note(machine, |record| record.phase = MachinePhase::Removing).await {
+            tracing::warn!(machine = %machine.id, %error, "a microVM is removed without that being written down before");
+            machine.set_record(Record { phase: MachinePhase::Removing, ..machine.record() });
+        }
     }
 
     /// Stops a microVM that is to be copied.
@@ -574,10 +610,10 @@ impl Manager {
             MachinePhase::Stopped => false,
             phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
         };
-        if with_memory {
-            let (directory, bytes) = (self.data_dir.clone(), record.request.limits.memory.bytes());
-            on_host("copying the memory", move || disks::check_room(&directory, bytes)).await?;
-        }
+        let (room, disk) = (self.room.clone(), self.records.disk(id));
+        let memory = if with_memory { record.request.limits.memory.bytes() } else { 0 };
+        // Before anything of it stands still.
+        let part = on_host("copying the microVM", move || room.take(taken_bytes(&disk)? + memory)).await?;
         if runs {
             guest::flush(&self.jails.vsock(id), CONNECT_TIME).await?;
             if let Err(error) = self.pause(&machine, with_memory).await {
@@ -587,23 +623,33 @@ impl Manager {
             failpoint!("manager.paused");
         }
         let copied = self.copy(id, to, with_memory).await;
+        drop(part);
+        let mut goes_on = Ok(());
         if runs {
-            self.let_go_on(&machine, copied.is_ok()).await?;
+            goes_on = self.let_go_on(&machine, copied.is_ok()).await;
             failpoint!("manager.goes_on");
         }
-        if copied.is_err() {
-            self.remove_snapshot(to).await?;
-        }
-        let snapshot = MachineSnapshot {
-            id: to,
-            installation: record.request.installation,
-            image: record.request.image,
-            bytes: copied?,
-            memory_limits: with_memory.then_some(record.request.limits),
+        let described = async {
+            let bytes = copied?;
+            goes_on?;
+            let snapshot = MachineSnapshot {
+                id: to,
+                installation: record.request.installation,
+                image: record.request.image,
+                bytes,
+                memory_limits: with_memory.then_some(record.request.limits),
+            };
+            let (snapshots, described) = (self.snapshots.clone(), snapshot.clone());
+            on_host("writing down what a copy is", move || snapshots.describe(&described)).await?;
+            Ok(snapshot)
         };
-        let (snapshots, described) = (self.snapshots.clone(), snapshot.clone());
-        on_host("writing down what a copy is", move || snapshots.describe(&described)).await?;
-        Ok(snapshot)
+        let described = described.await;
+        if described.is_err()
+            && let Err(error) = self.remove_snapshot(to).await
+        {
+            tracing::warn!(copy = %to, %error, "a copy that failed could not be removed; the next start removes it");
+        }
+        described
     }
 
     /// Copies what belongs to a microVM that is paused or stopped. Gives the bytes that the copy takes.
@@ -638,11 +684,15 @@ impl Manager {
     /// A connection to the agent of a microVM that runs.
     pub async fn channel(&self, id: WorkspaceId) -> Result<UnixStream, ManagerError> {
         let machine = self.machine(id)?;
-        let record = machine.record();
-        if record.phase == MachinePhase::Paused {
-            // Whoever copies it lets it go on in a moment.
+        let goes_on = |record: &Record| {
+            record.phase == MachinePhase::Running && record.process.is_some_and(Process::is_alive)
+        };
+        if !goes_on(&machine.record()) {
+            // It is being copied and goes on in a moment, or has ended and is being looked after.
             drop(machine.operation.lock().await);
-        } else if record.phase != MachinePhase::Running {
+        }
+        let record = machine.record();
+        if !goes_on(&record) {
             let why = record.ended.unwrap_or_else(|| format!("it is {}", record.phase));
             return Err(ManagerError::WrongState(format!("the microVM does not run: {why}")));
         }
@@ -652,7 +702,9 @@ impl Manager {
 
 /// Kills a process and waits until it is gone.
 pub(crate) async fn kill(process: Process) -> Result<(), ManagerError> {
-    process.signal(Signal::KILL);
+    process
+        .signal(Signal::KILL)
+        .map_err(|error| ManagerError::failed("ending the process of a microVM", error))?;
     match tokio::time::timeout(KILL_TIME, process.ended()).await {
         Ok(()) => Ok(()),
         Err(_) => Err(ManagerError::TimedOut {
@@ -660,12 +712,5 @@ pub(crate) async fn kill(process: Process) -> Result<(), ManagerError> {
             seconds: KILL_TIME.as_secs(),
             detail: None,
         }),
-    }
-}
-
-fn remove_if_there(path: &Path) -> std::io::Result<()> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
     }
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -18,19 +19,20 @@ use futures_util::Stream;
 use tokio::sync::Semaphore;
 
 use crate::cgroup::Groups;
+use crate::disks::Room;
 use crate::error::{ManagerError, on_host};
 use crate::firewall::Firewall;
 use crate::identity::Identity;
 use crate::images::Images;
-use crate::initrd;
 use crate::jail::Jails;
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::options::ManagerOptions;
+use crate::process::Process;
 use crate::record::{Record, Records, make_readable, write_whole};
 use crate::slot::{MOST, Naming, Slots};
 use crate::snapshots::Snapshots;
-use crate::tap;
+use crate::{initrd, process, tap};
 
 /// So many start at once for each CPU of the host.
 const STARTS_PER_CPU: usize = 2;
@@ -41,6 +43,7 @@ const INTERFACES_AHEAD: u32 = 4;
 /// Makes, keeps and removes microVMs on one host.
 pub struct Manager {
     pub(crate) data_dir: PathBuf,
+    pub(crate) room: Room,
     pub(crate) options: ManagerOptions,
     pub(crate) naming: Naming,
     pub(crate) slots: Slots,
@@ -53,6 +56,10 @@ pub struct Manager {
     pub(crate) kernel: Kernel,
     /// Held by each microVM that starts: on a host that has more of them to start than CPUs, all would take too long.
     pub(crate) starts: Semaphore,
+    /// Which run of the host this is.
+    pub(crate) boot: String,
+    /// What an earlier manager left is still being looked after.
+    pub(crate) is_recovering: AtomicBool,
     machines: Mutex<HashMap<WorkspaceId, Arc<Machine>>>,
     /// Held as long as this manager lives: a directory has one.
     _lock: ProcessLock,
@@ -60,7 +67,8 @@ pub struct Manager {
 
 impl Manager {
     /// A manager of a directory, where disks, images, jails and records are kept (jails hold links to disks, so all of it
-    /// is one file system). Takes back what an earlier one left, and finishes or undoes what it had begun.
+    /// is one file system). Takes back the microVMs of an earlier one; what that had begun and not ended is finished or
+    /// undone in the background, and whoever asks for such a microVM waits for that.
     pub async fn open(data_dir: &Path, options: ManagerOptions) -> Result<Arc<Self>, ManagerError> {
         let data_dir = data_dir.to_owned();
         let prepared = tokio::task::spawn_blocking(move || Self::prepare(&data_dir, options)).await;
@@ -113,8 +121,11 @@ impl Manager {
             initrd,
             kernel: Kernel::new(options.kernel.clone(), &data_dir),
             starts: Semaphore::new(STARTS_PER_CPU * cpus()),
+            boot: process::boot()?,
+            is_recovering: AtomicBool::new(true),
             machines: Mutex::default(),
             _lock: lock,
+            room: Room::of(&data_dir),
             data_dir,
             options,
         })
@@ -213,9 +224,14 @@ impl Manager {
             let Ok(_operation) = machine.operation.try_lock() else {
                 continue;
             };
-            let done = match machine.record().phase {
+            let record = machine.record();
+            let done = match record.phase {
                 MachinePhase::Removing if self.has(&machine) => self.remove_locked(&machine).await,
                 MachinePhase::Paused => self.let_go_on(&machine, false).await,
+                MachinePhase::Configured => self.end_run(&machine, None).await,
+                MachinePhase::Running if !record.process.is_some_and(Process::is_alive) => {
+                    self.end_run(&machine, Some("its process has ended".to_owned())).await
+                }
                 _ => Ok(()),
             };
             if let Err(error) = done {
@@ -238,7 +254,7 @@ impl Manager {
         on_host("removing control groups", move || jails.retire()).await
     }
 
-    fn interfaces_ahead(&self) -> u32 {
+    pub(crate) fn interfaces_ahead(&self) -> u32 {
         INTERFACES_AHEAD.max(self.options.warm_pool_size).min(self.slots.most())
     }
 

@@ -5,12 +5,16 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
 /// How long a process may take to stop that was told to.
 const FREEZE_TIME: Duration = Duration::from_secs(10);
+/// How soon a process is waited on again that could not be, for want of a descriptor.
+const WAIT_AGAIN: Duration = Duration::from_secs(1);
 
 /// A process of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,26 +25,43 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// The process that has this id now.
-    pub(crate) fn of(pid: i32) -> Option<Self> {
-        Some(Self { pid, start_time: start_time(pid)? })
+    /// The process that has this id now; none when there is none.
+    pub(crate) fn of(pid: i32) -> io::Result<Option<Self>> {
+        Ok(start_time(pid)?.map(|start_time| Self { pid, start_time }))
     }
 
-    /// Whether it still runs: the same one, not another with its id.
+    /// Whether it has ended: it and not another with its id. What can't be looked at has not.
+    pub(crate) fn has_ended(self) -> io::Result<bool> {
+        Ok(start_time(self.pid)? != Some(self.start_time))
+    }
+
+    /// Whether it runs, as far as can be told.
     pub(crate) fn is_alive(self) -> bool {
-        start_time(self.pid) == Some(self.start_time)
+        !self.has_ended().unwrap_or_else(|error| {
+            tracing::warn!(pid = self.pid, %error, "a process can't be looked at and is taken for alive");
+            false
+        })
     }
 
-    /// Something that can be waited on and signalled without ever meaning another process.
-    fn handle(self) -> Option<OwnedFd> {
-        let handle = rustix::process::pidfd_open(Pid::from_raw(self.pid)?, PidfdFlags::NONBLOCK).ok()?;
+    /// Something that can be waited on and signalled without ever meaning another process; none when it has ended.
+    fn handle(self) -> io::Result<Option<OwnedFd>> {
+        let Some(pid) = Pid::from_raw(self.pid) else {
+            return Ok(None);
+        };
+        let handle = match rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK) {
+            Ok(handle) => handle,
+            Err(Errno::SRCH) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        };
         // Only now is it certain whose it is.
-        self.is_alive().then_some(handle)
+        Ok((!self.has_ended()?).then_some(handle))
     }
 
-    pub(crate) fn signal(self, signal: Signal) {
-        if let Some(handle) = self.handle() {
-            let _ = rustix::process::pidfd_send_signal(&handle, signal);
+    /// Signals it, unless it has ended.
+    pub(crate) fn signal(self, signal: Signal) -> io::Result<()> {
+        match self.handle()?.map(|handle| rustix::process::pidfd_send_signal(handle, signal)) {
+            None | Some(Ok(()) | Err(Errno::SRCH)) => Ok(()),
+            Some(Err(errno)) => Err(errno.into()),
         }
     }
 
@@ -49,7 +70,7 @@ impl Process {
         self.signal_group(Signal::STOP)?;
         let begun = Instant::now();
         // Each thread stops when it leaves the kernel, and nobody is told but the parent, which another may have been.
-        while !is_group_stopped(self.pid) {
+        while !is_group_stopped(self.pid)? {
             if begun.elapsed() > FREEZE_TIME {
                 let message = format!("process {} does not stop", self.pid);
                 return Err(io::Error::new(io::ErrorKind::TimedOut, message));
@@ -68,35 +89,68 @@ impl Process {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the process has ended");
         let pid = Pid::from_raw(self.pid).ok_or_else(gone)?;
         // While this is held and it lives, its number is nobody else's.
-        let _handle = self.handle().ok_or_else(gone)?;
+        let _handle = self.handle()?.ok_or_else(gone)?;
         Ok(rustix::process::kill_process_group(pid, signal)?)
     }
 
     /// Waits until it has ended.
     pub(crate) async fn ended(self) {
-        let Some(handle) = self.handle() else {
-            return;
+        while let Err(error) = self.wait().await {
+            tracing::warn!(pid = self.pid, %error, "a process can't be waited on; it is tried again");
+            tokio::time::sleep(WAIT_AGAIN).await;
+        }
+    }
+
+    async fn wait(self) -> io::Result<()> {
+        let Some(handle) = self.handle()? else {
+            return Ok(());
         };
         // SAFETY: the handle is owned by the registration and closed after it.
-        if let Ok(handle) = unsafe { AsyncFd::register(handle) } {
-            let _ = handle.readable().await;
-        }
+        let handle = unsafe { AsyncFd::register(handle) }?;
+        handle.readable().await.map(drop)
     }
 }
 
+/// Tells the kernel that this process is ended before those of the host when memory runs out. Only system calls, and none
+/// that must succeed.
+pub(crate) fn offer_to_end() {
+    if let Ok(file) = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty()) {
+        let _ = rustix::io::write(file, b"500");
+    }
+}
+
+/// Which run of the host this is.
+pub(crate) fn boot() -> io::Result<String> {
+    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
 /// When a process was started; none when it is not there, or only its remains are.
-fn start_time(pid: i32) -> Option<u64> {
+fn start_time(pid: i32) -> io::Result<Option<u64>> {
     let fields = Fields::of(&format!("/proc/{pid}"))?;
-    (!fields.is_dead()).then(|| fields.number(19))?
+    Ok(fields.filter(|fields| !fields.is_dead()).and_then(|fields| fields.number(19)))
+}
+
+/// What is read of a process or a thread; none when it is not there any more.
+fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
+    match read {
+        Ok(read) => Ok(Some(read)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        // It ended between being opened and being read.
+        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// What the kernel tells of a process or a thread, from its state on.
 struct Fields(Vec<String>);
 
 impl Fields {
-    fn of(directory: &str) -> Option<Self> {
-        let stat = fs::read_to_string(format!("{directory}/stat")).ok()?;
-        Some(Self(stat.rsplit_once(')')?.1.split_ascii_whitespace().map(str::to_owned).collect()))
+    fn of(directory: &str) -> io::Result<Option<Self>> {
+        let stat = unless_gone(fs::read_to_string(format!("{directory}/stat")))?;
+        let fields = |stat: String| {
+            Some(Self(stat.rsplit_once(')')?.1.split_ascii_whitespace().map(str::to_owned).collect()))
+        };
+        Ok(stat.and_then(fields))
     }
 
     fn state(&self) -> &str {
@@ -113,33 +167,51 @@ impl Fields {
 }
 
 /// Whether all threads of all processes of a group are stopped.
-fn is_group_stopped(group: i32) -> bool {
-    let is_its = |pid: &i32| {
-        Fields::of(&format!("/proc/{pid}"))
-            .is_some_and(|fields| fields.number(2) == Some(group) && !fields.is_dead())
-    };
-    let is_stopped = |thread: &i32| {
-        Fields::of(&format!("/proc/{thread}")).is_none_or(|fields| fields.is_dead() || fields.state() == "T")
-    };
-    numbers("/proc").filter(is_its).all(|pid| numbers(&format!("/proc/{pid}/task")).all(|id| is_stopped(&id)))
+fn is_group_stopped(group: i32) -> io::Result<bool> {
+    for pid in numbers("/proc")? {
+        let fields = Fields::of(&format!("/proc/{pid}"))?;
+        if !fields.is_some_and(|fields| fields.number(2) == Some(group) && !fields.is_dead()) {
+            continue;
+        }
+        for thread in numbers(&format!("/proc/{pid}/task"))? {
+            let fields = Fields::of(&format!("/proc/{thread}"))?;
+            if fields.is_some_and(|fields| !fields.is_dead() && fields.state() != "T") {
+                return Ok(false);
+            }
+        }
+    }
+    Ok(true)
 }
 
 /// The entries of a directory of `/proc` that are processes or threads.
-fn numbers(directory: &str) -> impl Iterator<Item = i32> {
-    let entries = fs::read_dir(directory).into_iter().flatten();
-    entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+fn numbers(directory: &str) -> io::Result<Vec<i32>> {
+    let Some(entries) = unless_gone(fs::read_dir(directory))? else {
+        return Ok(Vec::new());
+    };
+    let mut numbers = Vec::new();
+    for entry in entries {
+        if let Some(entry) = unless_gone(entry)? {
+            numbers.extend(entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
+        }
+    }
+    Ok(numbers)
 }
 
 /// All processes that were started for this microVM, jailer or Firecracker: both carry its id as an argument.
-pub(crate) fn of_machine(id: &str) -> Vec<Process> {
-    let is_its = |pid: &i32| {
-        let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+pub(crate) fn of_machine(id: &str) -> io::Result<Vec<Process>> {
+    let joined = format!("--id={id}");
+    let mut found = Vec::new();
+    for pid in numbers("/proc")? {
+        let Some(arguments) = unless_gone(fs::read(format!("/proc/{pid}/cmdline")))? else {
+            continue;
+        };
         let arguments: Vec<&[u8]> = arguments.split(|byte| *byte == 0).collect();
         let named = |pair: &[&[u8]]| pair[0] == b"--id" && pair[1] == id.as_bytes();
-        let joined = format!("--id={id}");
-        arguments.windows(2).any(named) || arguments.contains(&joined.as_bytes())
-    };
-    numbers("/proc").filter(is_its).filter_map(Process::of).collect()
+        if arguments.windows(2).any(named) || arguments.contains(&joined.as_bytes()) {
+            found.extend(Process::of(pid)?);
+        }
+    }
+    Ok(found)
 }
 
 #[cfg(test)]
@@ -150,18 +222,39 @@ mod tests {
     #[tokio::test]
     async fn a_process_is_itself_and_no_other_with_its_id() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let process = Process::of(child.id().cast_signed()).unwrap();
+        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
         assert!(process.is_alive());
         let other = Process { start_time: process.start_time + 1, ..process };
         assert!(!other.is_alive());
         // A signal that is meant for another does nothing.
-        other.signal(Signal::KILL);
+        other.signal(Signal::KILL).unwrap();
         other.ended().await;
         assert!(child.try_wait().unwrap().is_none());
-        process.signal(Signal::KILL);
+        process.signal(Signal::KILL).unwrap();
         process.ended().await;
         child.wait().unwrap();
         assert!(!process.is_alive());
+    }
+
+    /// In a process of its own, since descriptors are everybody's.
+    #[tokio::test]
+    async fn a_process_that_cannot_be_looked_at_has_not_ended() {
+        use rustix::process::{Resource, Rlimit, getpid, getrlimit, setrlimit};
+        const ALONE: &str = "EMERGENT_TEST_ALONE";
+        if std::env::var_os(ALONE).is_none() {
+            let name = "process::tests::a_process_that_cannot_be_looked_at_has_not_ended";
+            let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+            assert!(alone.args(["--exact", name]).env(ALONE, "1").status().unwrap().success());
+            return;
+        }
+        let itself = Process::of(getpid().as_raw_pid()).unwrap().unwrap();
+        let limit = getrlimit(Resource::Nofile);
+        setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limit }).unwrap();
+        assert!(Process::of(itself.pid).is_err() && of_machine("any").is_err());
+        assert!(itself.is_alive() && itself.signal(Signal::KILL).is_err());
+        let waited = tokio::time::timeout(Duration::from_millis(10), itself.ended()).await;
+        setrlimit(Resource::Nofile, limit).unwrap();
+        assert!(waited.is_err());
     }
 
     #[test]
@@ -173,7 +266,7 @@ mod tests {
             format!("(while :; do echo >> {0}; done) & while :; do echo >> {0}; done", file.display());
         let mut command = std::process::Command::new("sh");
         let mut child = command.args(["-c", &write]).process_group(0).spawn().unwrap();
-        let process = Process::of(child.id().cast_signed()).unwrap();
+        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
         let size = || fs::metadata(&file).map_or(0, |found| found.len());
         let grows = |from: u64| {
             let begun = Instant::now();
@@ -204,10 +297,10 @@ mod tests {
             .unwrap();
         // Its arguments can be read a moment after it has begun.
         let begun = Instant::now();
-        let mut found = of_machine(id);
+        let mut found = of_machine(id).unwrap();
         while found.is_empty() && begun.elapsed() < FREEZE_TIME {
             std::thread::sleep(Duration::from_millis(1));
-            found = of_machine(id);
+            found = of_machine(id).unwrap();
         }
         assert_eq!(found.iter().map(|process| process.pid).collect::<Vec<_>>(), [child.id().cast_signed()]);
         child.kill().unwrap();

@@ -17,9 +17,14 @@ use std::path::{Path, PathBuf};
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::{MachinePhase, MachineRequest};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::process::Process;
+
+/// Room that a record has from the first: more than it ever needs, with all that is told of a microVM's end.
+const RECORD_BYTES: usize = 8 << 10;
 
 /// What is written down of a microVM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,13 +36,23 @@ pub(crate) struct Record {
     pub(crate) slot: Option<u32>,
     /// Its process, once it has one.
     pub(crate) process: Option<Process>,
+    /// The run of the host that the process belongs to: another has other processes under the same numbers.
+    pub(crate) boot: Option<String>,
     /// Why it ended, when it was not told to.
     pub(crate) ended: Option<String>,
 }
 
 impl Record {
     pub(crate) fn new(id: WorkspaceId, request: MachineRequest) -> Self {
-        Self { id, request, phase: MachinePhase::Reserved, slot: None, process: None, ended: None }
+        Self {
+            id,
+            request,
+            phase: MachinePhase::Reserved,
+            slot: None,
+            process: None,
+            boot: None,
+            ended: None,
+        }
     }
 }
 
@@ -67,7 +82,7 @@ impl Records {
     pub(crate) fn save(&self, record: &Record) -> io::Result<()> {
         let directory = self.of(record.id);
         fs::create_dir_all(&directory)?;
-        write_whole(&directory.join("machine.json"), &serde_json::to_vec_pretty(record)?)
+        rewrite(&directory.join("machine.json"), serde_json::to_vec_pretty(record)?)
     }
 
     /// Removes a microVM's directory; its record goes last, so that a crash before leaves one that says what to do.
@@ -108,17 +123,83 @@ impl Records {
 
 /// Writes a file as a whole or not at all, and only for its owner.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    use std::os::unix::fs::OpenOptionsExt;
     let unfinished = path.with_extension("new");
-    let mut file =
-        fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&unfinished)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
+    write_over(&unfinished, bytes)?;
     fs::rename(unfinished, path)
+}
+
+/// The same for a file that must be written also when the disk is full, since what frees the disk is written down first:
+/// the text before stays beside it, and its place is used for the next. On a file system that never writes to the same
+/// place twice this is no better than [`write_whole`].
+fn rewrite(path: &Path, mut text: Vec<u8>) -> io::Result<()> {
+    let other = path.with_extension("new");
+    text.resize(text.len().max(RECORD_BYTES), b'\n');
+    write_over(&other, &text)?;
+    match renameat_with(CWD, &other, CWD, path, RenameFlags::EXCHANGE) {
+        // The first time there is only one, or the file system can't exchange two.
+        Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => {
+            fs::rename(&other, path)?;
+            write_over(&other, &text)
+        }
+        exchanged => Ok(exchanged?),
+    }
+}
+
+fn write_over(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    file.write_all(bytes)?;
+    file.set_len(bytes.len() as u64)?;
+    file.sync_all()
 }
 
 /// What jails link to is read by the users of all microVMs.
 pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(path, fs::Permissions::from_mode(0o444))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use emergent_wire::id::InstallationId;
+    use emergent_wire::workspace::{NetworkMode, ResourceLimits};
+    use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
+
+    use super::*;
+
+    /// A small disk, until it is dropped.
+    struct Disk(tempfile::TempDir);
+
+    impl Drop for Disk {
+        fn drop(&mut self) {
+            let _ = unmount(self.0.path(), UnmountFlags::DETACH);
+        }
+    }
+
+    #[test]
+    fn a_record_is_changed_also_on_a_full_disk() {
+        let disk = Disk(tempfile::tempdir().unwrap());
+        mount("small", disk.0.path(), "tmpfs", MountFlags::empty(), Some(c"size=256k")).unwrap();
+        let records = Records::open(disk.0.path()).unwrap();
+        let request = MachineRequest {
+            installation: InstallationId::generate(),
+            image: "i".into(),
+            limits: ResourceLimits::default(),
+            network: NetworkMode::Nat,
+            snapshot: None,
+        };
+        let mut record = Record::new(WorkspaceId::generate(), request);
+        records.save(&record).unwrap();
+        let full = fs::write(disk.0.path().join("filler"), vec![1; 1 << 20]).unwrap_err();
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        for phase in [MachinePhase::Running, MachinePhase::Stopped, MachinePhase::Removing] {
+            record.phase = phase;
+            record.ended = Some("x".repeat(4000));
+            records.save(&record).unwrap();
+            assert_eq!(records.load().unwrap(), [record.clone()]);
+        }
+        records.remove(record.id).unwrap();
+        assert_eq!(records.load().unwrap(), []);
+    }
 }

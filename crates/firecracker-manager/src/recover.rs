@@ -1,8 +1,8 @@
 //! What a manager does first: takes back the microVMs that run, finishes or undoes what an earlier one had begun, and
 //! removes what belongs to nobody.
 
-use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::MachinePhase;
@@ -39,6 +39,8 @@ fn step(record: &Record, lives: bool) -> Step {
 }
 
 impl Manager {
+    /// Takes back what runs, and looks after all else in the background: one microVM that takes long to be ended keeps
+    /// nobody from the others.
     pub(crate) async fn recover(self: &Arc<Self>) -> Result<(), ManagerError> {
         let (records, snapshots) = (self.records.clone(), self.snapshots.clone());
         let found = on_host("reading what microVMs there are", move || {
@@ -46,24 +48,82 @@ impl Manager {
             records.load()
         })
         .await?;
-        for record in &found {
+        let mut left = Vec::new();
+        for mut record in found {
             // The lowest are given first, so what is taken must be known before anything else.
-            if let Some(index) = record.slot
-                && !self.slots.take_back(index)
-            {
-                tracing::error!(machine = %record.id, index, "two microVMs have the same slot");
-            }
-            self.machines().insert(record.id, Machine::new(record.clone()));
-        }
-        let open = found.iter().filter(|record| record.request.network == NetworkMode::Nat);
-        for record in open {
             if let Some(index) = record.slot {
-                let slot = self.naming.slot(index);
-                self.firewall.expect(&slot.interface, slot.guest);
+                if !self.slots.take_back(index) {
+                    tracing::error!(machine = %record.id, index, "two microVMs have the same slot");
+                }
+                if record.request.network == NetworkMode::Nat {
+                    let slot = self.naming.slot(index);
+                    self.firewall.expect(&slot.interface, slot.guest);
+                }
+            }
+            if record.boot.as_ref() != Some(&self.boot) {
+                record.process = None;
+            }
+            let machine = Machine::new(record.clone());
+            self.machines().insert(record.id, Arc::clone(&machine));
+            let step = step(&record, record.process.is_some_and(Process::is_alive));
+            tracing::info!(machine = %record.id, phase = %record.phase, ?step, "a microVM was found");
+            match (step, record.process) {
+                (Step::Adopt, Some(process)) => self.watch(&machine, process),
+                _ => {
+                    // Before anybody else can: who asks for it waits.
+                    let operation = Arc::clone(&machine.operation).lock_owned().await;
+                    left.push((machine, step, operation));
+                }
             }
         }
-        join_all(found.iter().map(|record| self.recover_one(record))).await;
-        self.remove_strays().await;
+        let manager = Arc::clone(self);
+        tokio::spawn(async move {
+            let ended = left.into_iter().map(|(machine, step, operation)| {
+                let manager = &manager;
+                async move {
+                    manager.finish(&machine, step).await;
+                    drop(operation);
+                }
+            });
+            join_all(ended).await;
+            manager.tidy().await;
+            manager.is_recovering.store(false, Ordering::Relaxed);
+        });
+        Ok(())
+    }
+
+    /// Brings a microVM that was found to where it belongs. Its operation is ours.
+    async fn finish(self: &Arc<Self>, machine: &Arc<Machine>, step: Step) {
+        let record = machine.record();
+        let done = match (step, record.process) {
+            (Step::GoOn, Some(process)) => {
+                let gone_on = self.let_go_on(machine, false).await;
+                self.watch(machine, process);
+                gone_on
+            }
+            (Step::Remove, _) => self.remove_locked(machine).await,
+            _ => {
+                let was_running =
+                    record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused;
+                let why = was_running.then(|| "its process ended while no manager ran".to_owned());
+                self.end_run(machine, why.or(record.ended)).await
+            }
+        };
+        if let Err(error) = done {
+            tracing::error!(machine = %machine.id, phase = %record.phase, ?step, %error, "a microVM that was found could not be taken back; it is tried again");
+        }
+    }
+
+    /// Removes what no record names, puts back the rules, and makes what is kept ahead.
+    async fn tidy(self: &Arc<Self>) {
+        let jails = self.jails.clone();
+        let strays = on_host("listing jails", move || Ok::<_, std::io::Error>(jails.list())).await;
+        // Listed before it is asked which are known: a jail is made after its record.
+        let strays = strays.unwrap_or_default().into_iter().filter(|id| self.machine(*id).is_err());
+        join_all(strays.map(|id| self.remove_stray(id))).await;
+        if let Err(error) = self.remove_interfaces(self.interfaces_ahead()).await {
+            tracing::warn!(%error, "interfaces that belong to nobody could not be removed");
+        }
         if let Err(error) = self.prepare_interfaces().await {
             tracing::warn!(%error, "no interfaces were made ahead");
         }
@@ -73,62 +133,20 @@ impl Manager {
                 tracing::warn!(%error, "the rules of microVMs could not be put back");
             }
         }
-        Ok(())
     }
 
-    async fn recover_one(self: &Arc<Self>, record: &Record) {
-        let Ok(machine) = self.machine(record.id) else {
-            return;
-        };
-        let _operation = machine.operation.lock().await;
-        let lives = record.process.is_some_and(Process::is_alive);
-        let step = step(record, lives);
-        let done = match (step, record.process) {
-            (Step::Adopt, Some(process)) => {
-                self.watch(&machine, process);
-                Ok(())
-            }
-            (Step::GoOn, Some(process)) => {
-                let gone_on = self.let_go_on(&machine, false).await;
-                self.watch(&machine, process);
-                gone_on
-            }
-            (Step::Remove, _) => self.remove_locked(&machine).await,
-            _ => {
-                let was_running =
-                    record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused;
-                let why = was_running.then(|| "its process ended while no manager ran".to_owned());
-                self.end_run(&machine, why.or_else(|| record.ended.clone())).await
-            }
-        };
-        match done {
-            Ok(()) => {
-                tracing::info!(machine = %record.id, phase = %record.phase, lives, ?step, "a microVM was found")
-            }
-            Err(error) => {
-                tracing::error!(machine = %record.id, phase = %record.phase, ?step, %error, "a microVM that was found could not be taken back");
-            }
-        }
-    }
-
-    /// Removes jails, control groups, processes and interfaces that no record names.
-    async fn remove_strays(self: &Arc<Self>) {
-        let known: HashSet<WorkspaceId> = self.machines().keys().copied().collect();
-        let strays: Vec<WorkspaceId> =
-            self.jails.list().into_iter().filter(|id| !known.contains(id)).collect();
-        for id in strays {
-            for process in process::of_machine(&id.to_string()) {
-                if let Err(error) = kill(process).await {
-                    tracing::warn!(machine = %id, %error, "a process that belongs to nobody could not be ended");
-                }
+    /// Removes a jail, its control groups and its processes that no record names.
+    async fn remove_stray(&self, id: WorkspaceId) {
+        let removed = async {
+            let processes = on_host("looking for processes", move || process::of_machine(&id.to_string()));
+            for process in processes.await? {
+                kill(process).await?;
             }
             let jails = self.jails.clone();
-            if let Err(error) = on_host("removing a jail", move || jails.remove(id)).await {
-                tracing::warn!(machine = %id, %error, "a jail that belongs to nobody could not be removed");
-            }
-        }
-        if let Err(error) = self.remove_interfaces(0).await {
-            tracing::warn!(%error, "interfaces that belong to nobody could not be removed");
+            on_host("removing a jail", move || jails.remove(id)).await
+        };
+        if let Err(error) = removed.await {
+            tracing::warn!(machine = %id, %error, "a jail that belongs to nobody could not be removed");
         }
     }
 }

@@ -9,9 +9,9 @@
 //!
 //! Invariant: an index is taken by at most one microVM. Who has taken one is written in its record before anything is made.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// So many microVMs may run at once: as many networks of four addresses are in a network of 20 bits.
 pub(crate) const MOST: u32 = 1 << (PREFIX - NETWORK_PREFIX);
@@ -19,6 +19,8 @@ pub(crate) const MOST: u32 = 1 << (PREFIX - NETWORK_PREFIX);
 pub(crate) const NETWORK_PREFIX: u8 = 20;
 /// Bits of an address that name a slot's network.
 pub(crate) const PREFIX: u8 = 30;
+/// Memory that a microVM takes until its agent is ready, if it may have so much.
+const START_BYTES: u64 = 256 << 20;
 
 /// What all slots of a manager have in common.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +80,38 @@ pub(crate) struct Slot {
 #[derive(Debug)]
 pub(crate) struct Slots {
     most: u32,
-    taken: Mutex<BTreeSet<u32>>,
+    taken: Mutex<BTreeMap<u32, Holder>>,
+}
+
+/// Who has a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    /// A microVM, which to start takes memory that it has not taken yet, in bytes.
+    Machine(u64),
+    /// The manager, for a moment.
+    Manager,
+}
+
+impl Holder {
+    fn is_machine(&self) -> bool {
+        matches!(self, Self::Machine(_))
+    }
+
+    fn memory(&self) -> u64 {
+        match self {
+            Self::Machine(memory) => *memory,
+            Self::Manager => 0,
+        }
+    }
+}
+
+/// Why there is no slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoSlot {
+    /// All are taken.
+    Full,
+    /// So much of the memory is not spoken for, in bytes.
+    Memory(u64),
 }
 
 impl Slots {
@@ -86,26 +119,51 @@ impl Slots {
         Self { most: most.min(MOST), taken: Mutex::default() }
     }
 
-    /// Takes the lowest index that is free, so that what was made for it is used again.
-    pub(crate) fn take(&self) -> Option<u32> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = (0..self.most).find(|index| !taken.contains(index))?;
-        taken.insert(free);
-        Some(free)
+    fn taken(&self) -> MutexGuard<'_, BTreeMap<u32, Holder>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the lowest index that is free, so that what was made for it is used again; if its microVM can have this much
+    /// of the memory that was found free, when all others that start have what they take for it.
+    pub(crate) fn take(&self, memory: u64, free: u64) -> Result<u32, NoSlot> {
+        let mut taken = self.taken();
+        let index = (0..self.most).find(|index| !taken.contains_key(index)).ok_or(NoSlot::Full)?;
+        let left = free.saturating_sub(taken.values().map(Holder::memory).sum());
+        if left < memory {
+            return Err(NoSlot::Memory(left));
+        }
+        taken.insert(index, Holder::Machine(memory.min(START_BYTES)));
+        Ok(index)
     }
 
     /// Takes an index that a record says is its own. False when another has it.
     pub(crate) fn take_back(&self, index: u32) -> bool {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner).insert(index)
+        self.hold(index, Holder::Machine(0))
+    }
+
+    fn hold(&self, index: u32, holder: Holder) -> bool {
+        let mut taken = self.taken();
+        let is_free = !taken.contains_key(&index);
+        if is_free {
+            taken.insert(index, holder);
+        }
+        is_free
+    }
+
+    /// A microVM has started: what it took for that is seen in what is free.
+    pub(crate) fn has_started(&self, index: u32) {
+        if let Some(holder) = self.taken().get_mut(&index) {
+            *holder = Holder::Machine(0);
+        }
     }
 
     pub(crate) fn release(&self, index: u32) {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner).remove(&index);
+        self.taken().remove(&index);
     }
 
     /// Does something with a slot that nobody has, and that nobody gets meanwhile.
     pub(crate) fn while_free<T>(&self, index: u32, step: impl FnOnce() -> T) -> Option<T> {
-        if !self.take_back(index) {
+        if !self.hold(index, Holder::Manager) {
             return None;
         }
         let done = step();
@@ -113,8 +171,9 @@ impl Slots {
         Some(done)
     }
 
+    /// How many microVMs have one.
     pub(crate) fn count(&self) -> usize {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.taken().values().filter(|holder| holder.is_machine()).count()
     }
 
     pub(crate) fn most(&self) -> u32 {
@@ -125,7 +184,7 @@ impl Slots {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    use std::collections::HashSet;
+    use std::collections::{BTreeSet, HashSet};
 
     use proptest::prelude::*;
 
@@ -159,14 +218,40 @@ mod tests {
     #[test]
     fn many_at_once_get_different_slots() {
         let slots = Slots::new(300);
-        let taken: Vec<Option<u32>> = std::thread::scope(|scope| {
-            let takers: Vec<_> =
-                (0..8).map(|_| scope.spawn(|| (0..50).map(|_| slots.take()).collect::<Vec<_>>())).collect();
+        let taken: Vec<Result<u32, NoSlot>> = std::thread::scope(|scope| {
+            let takers: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| (0..50).map(|_| slots.take(0, 0)).collect::<Vec<_>>()))
+                .collect();
             takers.into_iter().flat_map(|taker| taker.join().unwrap()).collect()
         });
         let given: HashSet<u32> = taken.iter().flatten().copied().collect();
         assert_eq!((given.len(), taken.iter().flatten().count()), (300, 300));
-        assert_eq!(taken.iter().filter(|slot| slot.is_none()).count(), 100);
+        assert_eq!(taken.iter().filter(|slot| **slot == Err(NoSlot::Full)).count(), 100);
+    }
+
+    #[test]
+    fn what_the_manager_has_for_a_moment_is_no_microvms() {
+        let slots = Slots::new(2);
+        let taken = slots.while_free(0, || (slots.count(), slots.take(0, 0), slots.while_free(0, || ())));
+        assert_eq!(taken, Some((0, Ok(1), None)));
+        assert_eq!((slots.count(), slots.take(0, 0), slots.count()), (1, Ok(0), 2));
+    }
+
+    #[test]
+    fn memory_is_given_to_one_only_of_those_that_start_at_once() {
+        const GIB: u64 = 1 << 30;
+        let slots = Slots::new(300);
+        assert_eq!(slots.take(GIB, GIB), Ok(0));
+        // The first has taken nothing yet of what is free.
+        assert_eq!(slots.take(GIB, GIB), Err(NoSlot::Memory(GIB - START_BYTES)));
+        assert_eq!(slots.take(GIB - START_BYTES, GIB), Ok(1));
+        slots.has_started(0);
+        slots.release(1);
+        assert_eq!(slots.take(GIB / 2, GIB - START_BYTES), Ok(1));
+        // A small one takes what it may have and no more.
+        assert_eq!((slots.take(1 << 20, GIB), slots.take(GIB, 2 * GIB)), (Ok(2), Ok(3)));
+        assert_eq!(slots.take(0, START_BYTES), Ok(4));
+        assert_eq!(slots.take(1, 2 * START_BYTES + (1 << 20)), Err(NoSlot::Memory(0)));
     }
 
     proptest! {
@@ -178,7 +263,7 @@ mod tests {
                 if order < 8 {
                     slots.release(order);
                     held.remove(&order);
-                } else if let Some(index) = slots.take() {
+                } else if let Ok(index) = slots.take(0, 0) {
                     prop_assert!(index < 8 && held.insert(index));
                 } else {
                     prop_assert_eq!(held.len(), 8);

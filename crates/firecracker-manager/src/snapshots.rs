@@ -7,6 +7,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use emergent_host::copy::taken_bytes;
+use emergent_host::files::remove_if_there;
 use emergent_wire::SnapshotId;
 use emergent_wire::manager::MachineSnapshot;
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -64,10 +65,7 @@ impl Snapshots {
         let (state, memory) = self.memory(id);
         for path in [self.description(id), self.file(id), self.file(id).with_extension("new"), state, memory]
         {
-            match fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
+            remove_if_there(&path)?;
         }
         Ok(())
     }
@@ -94,8 +92,8 @@ impl Snapshots {
     }
 }
 
-/// Makes a file ours that somebody in a jail has made. It may be anything: only an ordinary file is taken, and the very one
-/// that was looked at.
+/// Makes a file ours that somebody in a jail has made. It may be anything: only an ordinary file is taken, the very one that
+/// was looked at, and only when nobody can write to it any more.
 fn take_over(from: &Path, to: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = fs::File::from(rustix::fs::open(from, flags, Mode::empty())?);
@@ -106,10 +104,30 @@ fn take_over(from: &Path, to: &Path) -> io::Result<()> {
     }
     std::os::unix::fs::fchown(&file, Some(0), Some(0))?;
     file.set_permissions(fs::Permissions::from_mode(0o444))?;
+    if is_open_for_writing(&file)? {
+        let message = format!("{} is still being written", from.display());
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, message));
+    }
     file.sync_all()?;
     let itself = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::linkat(rustix::fs::CWD, itself, rustix::fs::CWD, to, AtFlags::SYMLINK_FOLLOW)?;
     fs::remove_file(from)
+}
+
+/// Whether somebody has a file open, or mapped, that he may write to: then the kernel gives no lease for reading it.
+fn is_open_for_writing(file: &fs::File) -> io::Result<bool> {
+    // SAFETY: the descriptor is open, and both calls take a number.
+    let lease = |kind: libc::c_int| match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    };
+    match lease(libc::F_RDLCK) {
+        Ok(()) => lease(libc::F_UNLCK).map(|()| false),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
+        // A file system that has no leases.
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 #[cfg(test)]
@@ -118,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_ordinary_file_is_taken_over() {
+    fn only_an_ordinary_file_that_nobody_writes_is_taken_over() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         fs::write(path("hosts"), "host").unwrap();
@@ -134,6 +152,9 @@ mod tests {
         assert!(!path("to").exists());
         assert_eq!(fs::metadata(path("hosts")).unwrap().mode() & 0o777, 0o640);
         fs::write(path("own"), "text").unwrap();
+        let writer = fs::OpenOptions::new().append(true).open(path("own")).unwrap();
+        assert_eq!(take_over(&path("own"), &path("to")).unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+        drop(writer);
         take_over(&path("own"), &path("to")).unwrap();
         assert_eq!((fs::read_to_string(path("to")).unwrap().as_str(), path("own").exists()), ("text", false));
     }

@@ -3,6 +3,7 @@
 //! Everything here blocks; callers who may not block run it elsewhere.
 
 pub mod copy;
+pub mod files;
 pub mod firewall;
 pub mod network;
 pub mod process_lock;

@@ -35,7 +35,7 @@ fi
 
 # remove_microvms DIR: what a Firecracker manager in this directory made.
 remove_microvms() {
-    local name id group tables table rule chain interface
+    local name id group tables table rule chain interface legacy=
     name=fc$(printf %06x "$(sed -n 's/.*"manager": *\([0-9]*\).*/\1/p' "$1/manager.json")")
     for id in $(ls "$1/machines" "$1/jails/firecracker" 2>/dev/null | grep -- - | sort -u); do
         pkill -KILL -f -- "$id"
@@ -48,7 +48,9 @@ remove_microvms() {
         done
     done
     for interface in $(ls /sys/class/net | grep "^$name-"); do ip link delete "$interface"; done
-    for tables in iptables ip6tables; do
+    # The older kind makes its tables when it is asked for them.
+    [ ! -s /proc/net/ip_tables_names ] || legacy='iptables-legacy ip6tables-legacy'
+    for tables in iptables ip6tables $legacy; do
         for table in filter security mangle nat; do
             $tables -w 5 -t $table -S | grep -- "-j $name-" | grep -v -- "^-A $name-" | sed 's/^-A/-D/' |
                 while read -r rule; do $tables -w 5 -t $table $rule; done

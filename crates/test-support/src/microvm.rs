@@ -169,6 +169,9 @@ fn double(directory: &Path) -> Vec<(&'static str, String)> {
     ]
 }
 
+/// So many interfaces a manager has made before it needs one.
+pub const INTERFACES_AHEAD: usize = 4;
+
 /// A request to a manager on its socket.
 pub async fn ask_manager(directory: &Path, method: &str, path: &str, body: Option<Value>) -> Answer {
     let token = fs::read_to_string(directory.join("manager-token")).expect("a token");
@@ -196,6 +199,15 @@ pub async fn ask_manager_as(
     Answer { status, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
 }
 
+/// Waits until a manager on its socket has looked after all that an earlier one left.
+pub async fn wait_until_recovered(directory: &Path) {
+    let begun = Instant::now();
+    while ask_manager(directory, "GET", "/v1/health", None).await.ok()["recovering"] == true {
+        assert!(begun.elapsed() < Duration::from_secs(150), "the manager is not done with what was left");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// A manager that is a process of its own.
 pub struct TestManager {
     binary: PathBuf,
@@ -218,6 +230,7 @@ impl TestManager {
         let process = spawn(Path::new(binary), &directory, &environment);
         let mut manager = Self { binary: binary.into(), environment, directory, process, janitor };
         manager.wait_until_it_answers(1).await;
+        manager.wait_until_recovered().await;
         manager
     }
 
@@ -295,8 +308,21 @@ impl TestManager {
         }
     }
 
-    /// Starts it again with more variables, which are not kept for the next time.
+    /// Starts it again with more variables, which are not kept for the next time, and lets it look after what is left.
     pub async fn start_again(&mut self, more: &[(&str, &str)]) {
+        self.begin_again(more).await;
+        self.wait_until_recovered().await;
+    }
+
+    /// Waits until it has looked after all that an earlier one left, if it listens on its own socket.
+    pub async fn wait_until_recovered(&self) {
+        if self.url().starts_with("unix:") && self.directory.join("manager-token").exists() {
+            wait_until_recovered(&self.directory).await;
+        }
+    }
+
+    /// The same as [`Self::start_again`], without waiting for what it does in the background.
+    pub async fn begin_again(&mut self, more: &[(&str, &str)]) {
         let mut environment = self.environment.clone();
         environment.extend(more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
         let starts = self.starts() + 1;

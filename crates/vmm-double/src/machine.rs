@@ -78,8 +78,10 @@ impl Machine {
         for (number, drive) in plan.drives.iter().enumerate() {
             let path = inside(&drive["path_on_host"])?;
             let read_only = if drive["is_read_only"] == true { ",readonly=on" } else { "" };
-            let options =
-                format!("file={},if=none,id=d{number},format=raw,cache=writeback{read_only}", path.display());
+            let options = format!(
+                "file={},if=none,id=d{number},format=raw,cache=writeback,werror=report{read_only}",
+                path.display()
+            );
             qemu.args(["-drive", &options, "-device", &format!("virtio-blk-pci,drive=d{number}")]);
         }
         for (number, interface) in plan.interfaces.iter().enumerate() {

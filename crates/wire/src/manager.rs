@@ -168,6 +168,8 @@ pub struct ManagerHealth {
     pub max_vms: u32,
     /// MicroVMs that shall wait for work.
     pub warm_pool_size: u32,
+    /// What an earlier manager left is still being ended or removed.
+    pub recovering: bool,
     /// What is free on the host.
     pub available: AvailableResources,
     /// What is wrong.

@@ -14,6 +14,7 @@ use std::str::FromStr;
 
 use emergent_failpoint::failpoint;
 use emergent_host::copy::{copy_sparse, taken_bytes};
+use emergent_host::files::remove_if_there;
 use emergent_host::program::{command, failure, run};
 use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
 
@@ -125,7 +126,7 @@ impl Disks {
     /// Removes a snapshot, or the part of it that there is.
     pub(crate) fn remove_snapshot(&self, id: SnapshotId) -> io::Result<()> {
         let image = self.snapshot_image(id);
-        remove_files([image.with_extension("new"), image])
+        remove_files(&[image.with_extension("new"), image])
     }
 
     /// All snapshots, also those of which only a part is there.
@@ -171,7 +172,7 @@ impl Disks {
         }
         failpoint!("disk.detached");
         let (link, unfinished) = (self.device(disk), image.with_extension("new"));
-        remove_files([link.with_extension("newdev"), link, unfinished, image])
+        remove_files(&[link.with_extension("newdev"), link, unfinished, image])
     }
 
     /// All workspaces that have a disk or a part of one.
@@ -201,14 +202,8 @@ fn stems_in(directory: &Path) -> io::Result<Vec<String>> {
     Ok(fs::read_dir(directory)?.filter_map(stem).collect())
 }
 
-fn remove_files<const N: usize>(paths: [PathBuf; N]) -> io::Result<()> {
-    for path in paths {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(())
+fn remove_files(paths: &[PathBuf]) -> io::Result<()> {
+    paths.iter().try_for_each(|path| remove_if_there(path))
 }
 
 /// Makes an empty file system.
