@@ -326,7 +326,8 @@ async fn a_full_disk_keeps_nobody_from_ending_what_fills_it() {
         manager.request("PUT", &path(id), Some(asked.clone())).await.ok();
     }
     let filler = directory.join("filler");
-    let fill = "fallocate -l $(($(stat -f -c %a .) * $(stat -f -c %S .))) filler; \
+    // But for what the test reads.
+    let fill = "fallocate -n -l 1M test.log; fallocate -l $(($(stat -f -c %a .) * $(stat -f -c %S .))) filler; \
                 for name in $(seq 5000); do echo > filler-$name || exit 0; done";
     run("sh", &["-c", &format!("cd {} && {fill}", directory.display())]);
     let full = std::fs::write(directory.join("more"), vec![1; 1 << 20]).unwrap_err();
@@ -339,7 +340,12 @@ async fn a_full_disk_keeps_nobody_from_ending_what_fills_it() {
     // What was to be copied goes on.
     let machine = manager.request("GET", &path(second), None).await.ok();
     assert_eq!(machine["phase"], "running");
-    // Removed: the one that runs too, and the first while the disk has no byte left.
+    // Another manager can begin, or nobody could remove anything.
+    manager.kill();
+    manager.start_again(&[]).await;
+    let machine = manager.request("GET", &path(second), None).await.ok();
+    assert_eq!(machine["phase"], "running");
+    // Removed: the one that runs, and the other.
     manager.request("DELETE", &path(second), None).await.ok();
     manager.request("DELETE", &path(first), None).await.ok();
     assert_eq!(left(&directory), Vec::<String>::new());
@@ -468,7 +474,27 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     assert_eq!(server.bash(&id, "echo made").await, "made\n");
     server.destroy(&id).await;
 
-    // For long: that is said, and another provider is taken.
+    // For long: what was to be removed stays that, and goes when it can.
+    let path = format!("/v1/machines/{}", WorkspaceId::generate());
+    let asked = json!({
+        "installation": InstallationId::generate(),
+        "image": manager.image().await,
+        "limits": microvms.small()["resource_limits"],
+        "network": "nat",
+    });
+    manager.request("PUT", &path, Some(asked)).await.ok();
+    lock.lock().unwrap();
+    let refused = manager.request("DELETE", &path, None).await;
+    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
+    assert_eq!(manager.request("GET", &path, None).await.ok()["phase"], "removing");
+    lock.unlock().unwrap();
+    let begun = Instant::now();
+    while manager.request("GET", &path, None).await.status != 404 {
+        assert!(begun.elapsed() < Duration::from_secs(100), "the microVM is still there");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+
+    // It is said to a server, which takes another provider.
     lock.lock().unwrap();
     let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
     assert!(message(&refused).contains("xtables lock"), "{refused:?}");

@@ -15,7 +15,7 @@ use secrecy::SecretString;
 use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::config::{FirecrackerSettings, TlsSettings};
 use crate::listener::{Listener, accept};
@@ -94,7 +94,7 @@ async fn run(
 ) {
     let repairing = Arc::clone(manager);
     let repair = tokio::spawn(async move {
-        let mut ticks = tokio::time::interval(REPAIR_EVERY);
+        let mut ticks = tokio::time::interval_at(Instant::now() + REPAIR_EVERY, REPAIR_EVERY);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
@@ -106,7 +106,11 @@ async fn run(
     let router = emergent_firecracker_manager::router(Arc::clone(manager), token);
     accept(listener, router, shutdown).await;
     repair.abort();
-    if let Err(error) = manager.retire(false).await {
+    close(manager).await;
+}
+
+async fn close(manager: &Arc<Manager>) {
+    if let Err(error) = manager.close().await {
         tracing::warn!(%error, "interfaces and rules could not be removed");
     }
 }
@@ -199,7 +203,10 @@ async fn manage(
                     .await;
                     return;
                 }
-                Err(error) => tracing::warn!(%error, "the Firecracker manager can't begin"),
+                Err(error) => {
+                    tracing::warn!(%error, "the Firecracker manager can't begin");
+                    close(&manager).await;
+                }
             },
             // Another server of this host is it: its socket is used.
             Err(ManagerError::Taken(_)) => {

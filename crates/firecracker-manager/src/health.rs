@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 
 use emergent_wire::manager::{MachinePhase, MachineRequest, ManagerHealth};
 use emergent_wire::workspace::AvailableResources;
@@ -40,7 +39,7 @@ impl Manager {
             active_vms: u32::try_from(active).unwrap_or(u32::MAX),
             max_vms: self.slots.most(),
             warm_pool_size: self.options.warm_pool_size,
-            recovering: self.is_recovering.load(Ordering::Relaxed),
+            recovering: self.is_recovering(),
             available: self.available(),
             errors,
             notes,

@@ -20,6 +20,7 @@ mod http;
 mod identity;
 mod images;
 mod initrd;
+mod interfaces;
 mod jail;
 mod kernel;
 mod kvm;

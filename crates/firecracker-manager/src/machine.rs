@@ -23,7 +23,7 @@ use crate::process::{self, Process};
 use crate::record::Record;
 use crate::slot::{NoSlot, PREFIX, Slot};
 use crate::vmm::{self, Vmm};
-use crate::{cgroup, console, disks, guest, health, socket, tap};
+use crate::{cgroup, console, disks, guest, health, socket};
 
 /// How long Firecracker may take to listen.
 const API_TIME: Duration = Duration::from_secs(20);
@@ -102,15 +102,20 @@ impl Manager {
     ) -> Result<MachineView, ManagerError> {
         self.check_usable().await?;
         let (source, begin) = self.check_request(&request)?;
-        let (machine, is_new) = {
-            let mut machines = self.machines();
-            let is_new = !machines.contains_key(&id);
-            let machine =
-                machines.entry(id).or_insert_with(|| Machine::new(Record::new(id, request.clone())));
-            (Arc::clone(machine), is_new)
+        let (machine, is_new, _operation) = loop {
+            let (machine, is_new) = {
+                let mut machines = self.machines();
+                let is_new = !machines.contains_key(&id);
+                let machine =
+                    machines.entry(id).or_insert_with(|| Machine::new(Record::new(id, request.clone())));
+                (Arc::clone(machine), is_new)
+            };
+            let operation = Arc::clone(&machine.operation).lock_owned().await;
+            // Else it was being removed, and is made anew.
+            if self.has(&machine) {
+                break (machine, is_new, operation);
+            }
         };
-        let _operation = machine.operation.lock().await;
-        self.check_known(&machine)?;
         if !is_new && machine.record().phase != MachinePhase::Reserved {
             return self.start_locked(&machine).await;
         }
@@ -126,13 +131,13 @@ impl Manager {
         match created.await {
             Ok(()) => Ok(self.view(&machine.record())),
             Err(error) => {
-                self.undo_creation(&machine).await;
+                self.try_to_remove(&machine).await;
                 Err(error)
             }
         }
     }
 
-    async fn undo_creation(&self, machine: &Machine) {
+    async fn try_to_remove(&self, machine: &Machine) {
         if let Err(error) = self.remove_locked(machine).await {
             tracing::warn!(machine = %machine.id, %error, "what was made of a microVM could not be removed; it is tried again");
         }
@@ -183,6 +188,7 @@ impl Manager {
             MachinePhase::Running | MachinePhase::Paused | MachinePhase::Configured => {
                 self.end_run(machine, None).await?;
             }
+            MachinePhase::Stopped if record.slot.is_some() => self.end_run(machine, None).await?,
             MachinePhase::Stopped => {}
             phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
         }
@@ -213,16 +219,16 @@ impl Manager {
             record.slot.ok_or_else(|| ManagerError::WrongState("the microVM has no slot".to_owned()))?;
         let slot = self.naming.slot(index);
         let kernel = self.kernel.get().await?;
-        let (jails, initrd, disk, jailed) =
-            (self.jails.clone(), self.initrd.clone(), self.records.disk(id), slot.clone());
+        let (manager, jailed) = (Arc::clone(self), slot.clone());
         let copy = match begin {
             Begin::Boot => None,
             Begin::Copy(snapshot) => Some(self.snapshots.memory(snapshot)),
         };
         on_host("preparing the microVM's interface and jail", move || {
-            tap::ensure(&jailed)?;
+            manager.interfaces.ensure(&jailed)?;
             let copy = copy.as_ref().map(|(state, memory)| (state.as_path(), memory.as_path()));
-            jails.make(id, &jailed, &Parts { kernel: &kernel, initrd: &initrd, disk: &disk, copy })
+            let (initrd, disk) = (&manager.initrd, &manager.records.disk(id));
+            manager.jails.make(id, &jailed, &Parts { kernel: &kernel, initrd, disk, copy })
         })
         .await?;
         failpoint!("manager.jail_made");
@@ -401,6 +407,9 @@ impl Manager {
             };
             let _operation = machine.operation.lock().await;
             if manager.has(&machine) && machine.record().process == Some(process) {
+                if machine.record().phase == MachinePhase::Removing {
+                    return manager.try_to_remove(&machine).await;
+                }
                 let why = manager.console_tail(&machine);
                 let why = why.map_or_else(String::new, |text| format!(": {text}"));
                 let why = format!("its process has ended{why}");
@@ -420,7 +429,9 @@ impl Manager {
             record.process = None;
             record.slot = None;
             record.ended = why;
-            record.phase = MachinePhase::Stopped;
+            if record.phase != MachinePhase::Removing {
+                record.phase = MachinePhase::Stopped;
+            }
         })
         .await?;
         // Only now: as long as it is written that a slot is this one's, nobody else's may be in it.
@@ -461,8 +472,12 @@ impl Manager {
         let _operation = machine.operation.lock().await;
         self.check_known(&machine)?;
         let record = machine.record();
-        if record.phase == MachinePhase::Stopped {
-            return Ok(self.view(&record));
+        match record.phase {
+            MachinePhase::Stopped => return Ok(self.view(&record)),
+            MachinePhase::Removing => {
+                return Err(ManagerError::WrongState("the microVM is being removed".to_owned()));
+            }
+            _ => {}
         }
         if let Some(process) = record.process.filter(|process| process.is_alive()) {
             if let Err(error) = self.let_go_on(&machine, false).await {
@@ -617,7 +632,9 @@ impl Manager {
         if runs {
             guest::flush(&self.jails.vsock(id), CONNECT_TIME).await?;
             if let Err(error) = self.pause(&machine, with_memory).await {
-                self.let_go_on(&machine, false).await?;
+                if let Err(problem) = self.let_go_on(&machine, false).await {
+                    tracing::warn!(machine = %id, error = %problem, "a microVM that was to be copied does not go on; it is tried again");
+                }
                 return Err(error);
             }
             failpoint!("manager.paused");

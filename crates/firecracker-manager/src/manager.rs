@@ -4,7 +4,6 @@ use std::collections::HashMap;
 use std::fs;
 use std::num::NonZero;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
@@ -17,6 +16,7 @@ use emergent_wire::manager::{
 use emergent_wire::{SnapshotId, WorkspaceId};
 use futures_util::Stream;
 use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
 
 use crate::cgroup::Groups;
 use crate::disks::Room;
@@ -24,6 +24,7 @@ use crate::error::{ManagerError, on_host};
 use crate::firewall::Firewall;
 use crate::identity::Identity;
 use crate::images::Images;
+use crate::interfaces::Interfaces;
 use crate::jail::Jails;
 use crate::kernel::Kernel;
 use crate::machine::Machine;
@@ -32,7 +33,7 @@ use crate::process::Process;
 use crate::record::{Record, Records, make_readable, write_whole};
 use crate::slot::{MOST, Naming, Slots};
 use crate::snapshots::Snapshots;
-use crate::{initrd, process, tap};
+use crate::{initrd, process};
 
 /// So many start at once for each CPU of the host.
 const STARTS_PER_CPU: usize = 2;
@@ -58,8 +59,9 @@ pub struct Manager {
     pub(crate) starts: Semaphore,
     /// Which run of the host this is.
     pub(crate) boot: String,
-    /// What an earlier manager left is still being looked after.
-    pub(crate) is_recovering: AtomicBool,
+    pub(crate) interfaces: Interfaces,
+    /// Looks after what an earlier manager left.
+    pub(crate) recovery: Mutex<Option<JoinHandle<()>>>,
     machines: Mutex<HashMap<WorkspaceId, Arc<Machine>>>,
     /// Held as long as this manager lives: a directory has one.
     _lock: ProcessLock,
@@ -99,8 +101,12 @@ impl Manager {
         let identity = Identity::load_or_choose(&data_dir)?;
         let naming = Naming { manager: identity.manager, network: identity.network };
         let initrd = data_dir.join("initrd");
-        write_whole(&initrd, &initrd::archive())?;
-        make_readable(&initrd)?;
+        let archive = initrd::archive();
+        // Also on a full disk there must be a manager, to remove what fills it.
+        if fs::read(&initrd).ok().as_ref() != Some(&archive) {
+            write_whole(&initrd, &archive)?;
+            make_readable(&initrd)?;
+        }
         let nameservers =
             if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
         let jails = Jails {
@@ -122,7 +128,8 @@ impl Manager {
             kernel: Kernel::new(options.kernel.clone(), &data_dir),
             starts: Semaphore::new(STARTS_PER_CPU * cpus()),
             boot: process::boot()?,
-            is_recovering: AtomicBool::new(true),
+            interfaces: Interfaces::new(naming),
+            recovery: Mutex::default(),
             machines: Mutex::default(),
             _lock: lock,
             room: Room::of(&data_dir),
@@ -171,7 +178,9 @@ impl Manager {
     }
 
     pub(crate) fn view(&self, record: &Record) -> MachineView {
-        let slot = record.slot.map(|index| self.naming.slot(index));
+        // What is left of a run that has ended is nobody's to use.
+        let runs = record.phase != MachinePhase::Stopped;
+        let slot = record.slot.filter(|_| runs).map(|index| self.naming.slot(index));
         MachineView {
             id: record.id,
             installation: record.request.installation,
@@ -182,7 +191,7 @@ impl Manager {
             network: record.request.network,
             interface: slot.as_ref().map(|slot| slot.interface.clone()),
             address: slot.map(|slot| slot.guest),
-            pid: record.process.map(|process| process.pid),
+            pid: record.process.filter(|_| runs).map(|process| process.pid),
             ended: record.ended.clone(),
         }
     }
@@ -218,7 +227,7 @@ impl Manager {
     /// ended when it should have been.
     pub async fn repair(&self) -> Result<(), ManagerError> {
         let machines: Vec<Arc<Machine>> = self.machines().values().cloned().collect();
-        let repaired = if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) };
+        let repaired = self.repair_rules().await;
         for machine in machines {
             // Somebody may be at it.
             let Ok(_operation) = machine.operation.try_lock() else {
@@ -227,11 +236,14 @@ impl Manager {
             let record = machine.record();
             let done = match record.phase {
                 MachinePhase::Removing if self.has(&machine) => self.remove_locked(&machine).await,
-                MachinePhase::Paused => self.let_go_on(&machine, false).await,
-                MachinePhase::Configured => self.end_run(&machine, None).await,
-                MachinePhase::Running if !record.process.is_some_and(Process::is_alive) => {
+                MachinePhase::Running | MachinePhase::Paused
+                    if !record.process.is_some_and(Process::is_alive) =>
+                {
                     self.end_run(&machine, Some("its process has ended".to_owned())).await
                 }
+                MachinePhase::Paused => self.let_go_on(&machine, false).await,
+                MachinePhase::Configured => self.end_run(&machine, None).await,
+                MachinePhase::Stopped if record.slot.is_some() => self.end_run(&machine, record.ended).await,
                 _ => Ok(()),
             };
             if let Err(error) = done {
@@ -241,10 +253,29 @@ impl Manager {
         repaired
     }
 
-    /// Removes what no microVM needs any more: interfaces, rules, control groups. A manager that goes on keeps the
-    /// interfaces that it has made ahead.
-    pub async fn retire(self: &Arc<Self>, goes_on: bool) -> Result<(), ManagerError> {
-        self.remove_interfaces(if goes_on { self.interfaces_ahead() } else { 0 }).await?;
+    pub(crate) async fn repair_rules(&self) -> Result<(), ManagerError> {
+        if self.slots.count() > 0 { self.firewall.repair().await } else { Ok(()) }
+    }
+
+    /// Removes what no microVM needs any more: interfaces, rules, control groups. Interfaces that are kept ahead stay.
+    pub async fn retire(self: &Arc<Self>) -> Result<(), ManagerError> {
+        self.remove_unused(self.interfaces_ahead()).await
+    }
+
+    /// Ends what is done in the background, and removes what no microVM needs. Those that run go on; what was not done
+    /// with others is done by the next manager.
+    pub async fn close(self: &Arc<Self>) -> Result<(), ManagerError> {
+        let recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(recovery) = recovery {
+            recovery.abort();
+            let _ = recovery.await;
+        }
+        self.interfaces.close();
+        self.remove_unused(0).await
+    }
+
+    async fn remove_unused(self: &Arc<Self>, interfaces_but: u32) -> Result<(), ManagerError> {
+        self.remove_interfaces(interfaces_but).await?;
         let is_unused = || self.slots.count() == 0;
         self.firewall.remove_if(is_unused).await?;
         if !is_unused() {
@@ -258,31 +289,10 @@ impl Manager {
         INTERFACES_AHEAD.max(self.options.warm_pool_size).min(self.slots.most())
     }
 
-    /// Makes the interfaces of the slots that are given first, so that a start finds its own there.
-    pub(crate) async fn prepare_interfaces(self: &Arc<Self>) -> Result<(), ManagerError> {
-        let manager = Arc::clone(self);
-        on_host("making interfaces ahead", move || {
-            (0..manager.interfaces_ahead()).try_for_each(|index| {
-                manager.slots.while_free(index, || tap::ensure(&manager.naming.slot(index))).unwrap_or(Ok(()))
-            })
-        })
-        .await
-    }
-
     /// Removes the interfaces that nobody uses, but for those of the first slots.
     pub(crate) async fn remove_interfaces(self: &Arc<Self>, but: u32) -> Result<(), ManagerError> {
         let manager = Arc::clone(self);
-        on_host("removing interfaces", move || {
-            let prefix = manager.naming.prefix();
-            for interface in tap::list(&prefix)? {
-                let index = interface.strip_prefix(&prefix).and_then(|index| index.parse::<u32>().ok());
-                if let Some(index) = index.filter(|index| *index >= but) {
-                    manager.slots.while_free(index, || tap::remove(&interface)).unwrap_or(Ok(()))?;
-                }
-            }
-            Ok::<_, std::io::Error>(())
-        })
-        .await
+        on_host("removing interfaces", move || manager.interfaces.remove_unused(&manager.slots, but)).await
     }
 }
 

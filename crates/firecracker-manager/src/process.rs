@@ -50,7 +50,8 @@ impl Process {
         };
         let handle = match rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK) {
             Ok(handle) => handle,
-            Err(Errno::SRCH) => return Ok(None),
+            // The number may be a thread's now.
+            Err(_) if self.has_ended()? => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
         // Only now is it certain whose it is.
@@ -146,8 +147,10 @@ struct Fields(Vec<String>);
 
 impl Fields {
     fn of(directory: &str) -> io::Result<Option<Self>> {
-        let stat = unless_gone(fs::read_to_string(format!("{directory}/stat")))?;
-        let fields = |stat: String| {
+        let stat = unless_gone(fs::read(format!("{directory}/stat")))?;
+        let fields = |stat: Vec<u8>| {
+            // Its name, which may be anything, ends at the last bracket.
+            let stat = String::from_utf8_lossy(&stat);
             Some(Self(stat.rsplit_once(')')?.1.split_ascii_whitespace().map(str::to_owned).collect()))
         };
         Ok(stat.and_then(fields))
@@ -232,6 +235,22 @@ mod tests {
         assert!(child.try_wait().unwrap().is_none());
         process.signal(Signal::KILL).unwrap();
         process.ended().await;
+        child.wait().unwrap();
+        assert!(!process.is_alive());
+    }
+
+    #[test]
+    fn a_process_may_have_any_name() {
+        let mut child = std::process::Command::new("sh")
+            .args(["-c", r"printf 'a)\377 Z 1' > /proc/$$/comm; echo; read x"])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        io::Read::read_exact(&mut child.stdout.take().unwrap(), &mut [0]).unwrap();
+        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
+        assert!(process.is_alive());
+        process.signal(Signal::KILL).unwrap();
         child.wait().unwrap();
         assert!(!process.is_alive());
     }

@@ -124,8 +124,11 @@ impl Records {
 /// Writes a file as a whole or not at all, and only for its owner.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let unfinished = path.with_extension("new");
-    write_over(&unfinished, bytes)?;
-    fs::rename(unfinished, path)
+    let written = write_over(&unfinished, bytes).and_then(|()| fs::rename(&unfinished, path));
+    if written.is_err() {
+        let _ = fs::remove_file(unfinished);
+    }
+    written
 }
 
 /// The same for a file that must be written also when the disk is full, since what frees the disk is written down first:
@@ -134,15 +137,22 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
 fn rewrite(path: &Path, mut text: Vec<u8>) -> io::Result<()> {
     let other = path.with_extension("new");
     text.resize(text.len().max(RECORD_BYTES), b'\n');
-    write_over(&other, &text)?;
-    match renameat_with(CWD, &other, CWD, path, RenameFlags::EXCHANGE) {
-        // The first time there is only one, or the file system can't exchange two.
-        Err(Errno::NOENT | Errno::INVAL | Errno::NOSYS) => {
-            fs::rename(&other, path)?;
-            write_over(&other, &text)
+    if !path.exists() {
+        // Both places are there before there is a record.
+        let first = path.with_extension("first");
+        write_over(&first, &text)?;
+        write_over(&other, &text)?;
+        fs::rename(first, path)?;
+    } else {
+        write_over(&other, &text)?;
+        match renameat_with(CWD, &other, CWD, path, RenameFlags::EXCHANGE) {
+            // A file system that can't exchange two.
+            Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&other, path)?,
+            exchanged => exchanged?,
         }
-        exchanged => Ok(exchanged?),
     }
+    // The next is written to the place of this one's predecessor, which must not have its name any more.
+    fs::File::open(path.parent().unwrap_or(path))?.sync_all()
 }
 
 fn write_over(path: &Path, bytes: &[u8]) -> io::Result<()> {

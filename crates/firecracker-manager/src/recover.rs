@@ -1,8 +1,7 @@
 //! What a manager does first: takes back the microVMs that run, finishes or undoes what an earlier one had begun, and
 //! removes what belongs to nobody.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::MachinePhase;
@@ -24,6 +23,8 @@ enum Step {
     GoOn,
     /// Nothing of it may run; its disk stays.
     End,
+    /// It has nothing but its disk.
+    Leave,
     /// It was never finished, or was being removed.
     Remove,
 }
@@ -34,6 +35,8 @@ fn step(record: &Record, lives: bool) -> Step {
         (MachinePhase::Running, true) => Step::Adopt,
         (MachinePhase::Paused, true) => Step::GoOn,
         (MachinePhase::Reserved | MachinePhase::Removing, _) => Step::Remove,
+        // Before anything is made for a run, it has a slot.
+        (MachinePhase::Stopped, false) if record.slot.is_none() => Step::Leave,
         _ => Step::End,
     }
 }
@@ -50,25 +53,36 @@ impl Manager {
         .await?;
         let mut left = Vec::new();
         for mut record in found {
-            // The lowest are given first, so what is taken must be known before anything else.
-            if let Some(index) = record.slot {
-                if !self.slots.take_back(index) {
-                    tracing::error!(machine = %record.id, index, "two microVMs have the same slot");
-                }
-                if record.request.network == NetworkMode::Nat {
-                    let slot = self.naming.slot(index);
-                    self.firewall.expect(&slot.interface, slot.guest);
-                }
-            }
-            if record.boot.as_ref() != Some(&self.boot) {
+            if record.boot.as_ref().is_some_and(|boot| *boot != self.boot) {
                 record.process = None;
             }
-            let machine = Machine::new(record.clone());
-            self.machines().insert(record.id, Arc::clone(&machine));
             let step = step(&record, record.process.is_some_and(Process::is_alive));
             tracing::info!(machine = %record.id, phase = %record.phase, ?step, "a microVM was found");
-            match (step, record.process) {
+            if step == Step::End {
+                if record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused {
+                    record.ended = Some("its process ended while no manager ran".to_owned());
+                }
+                // That is what it is, though something of its run may be left.
+                record.phase = MachinePhase::Stopped;
+            }
+            // What is taken must be known before any is given.
+            if let Some(index) = record.slot {
+                if self.slots.take_back(index) {
+                    if record.request.network == NetworkMode::Nat {
+                        let slot = self.naming.slot(index);
+                        self.firewall.expect(&slot.interface, slot.guest);
+                    }
+                } else {
+                    tracing::error!(machine = %record.id, index, "two microVMs have the same slot");
+                    record.slot = None;
+                }
+            }
+            let (id, process) = (record.id, record.process);
+            let machine = Machine::new(record);
+            self.machines().insert(id, Arc::clone(&machine));
+            match (step, process) {
                 (Step::Adopt, Some(process)) => self.watch(&machine, process),
+                (Step::Leave, _) => {}
                 _ => {
                     // Before anybody else can: who asks for it waits.
                     let operation = Arc::clone(&machine.operation).lock_owned().await;
@@ -77,7 +91,11 @@ impl Manager {
             }
         }
         let manager = Arc::clone(self);
-        tokio::spawn(async move {
+        let recovery = tokio::spawn(async move {
+            // What runs must not be without its rules; it is tried again now and then, and by the next microVM.
+            if let Err(error) = manager.repair_rules().await {
+                tracing::warn!(%error, "the rules of microVMs could not be put back");
+            }
             let ended = left.into_iter().map(|(machine, step, operation)| {
                 let manager = &manager;
                 async move {
@@ -87,9 +105,15 @@ impl Manager {
             });
             join_all(ended).await;
             manager.tidy().await;
-            manager.is_recovering.store(false, Ordering::Relaxed);
         });
+        *self.recovery.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovery);
         Ok(())
+    }
+
+    /// Whether what an earlier manager left is still being looked after.
+    pub(crate) fn is_recovering(&self) -> bool {
+        let recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
+        recovery.as_ref().is_some_and(|task| !task.is_finished())
     }
 
     /// Brings a microVM that was found to where it belongs. Its operation is ours.
@@ -102,19 +126,14 @@ impl Manager {
                 gone_on
             }
             (Step::Remove, _) => self.remove_locked(machine).await,
-            _ => {
-                let was_running =
-                    record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused;
-                let why = was_running.then(|| "its process ended while no manager ran".to_owned());
-                self.end_run(machine, why.or(record.ended)).await
-            }
+            _ => self.end_run(machine, record.ended).await,
         };
         if let Err(error) = done {
-            tracing::error!(machine = %machine.id, phase = %record.phase, ?step, %error, "a microVM that was found could not be taken back; it is tried again");
+            tracing::error!(machine = %machine.id, ?step, %error, "a microVM that was found could not be taken back; it is tried again");
         }
     }
 
-    /// Removes what no record names, puts back the rules, and makes what is kept ahead.
+    /// Removes what no record names, and makes what is kept ahead.
     async fn tidy(self: &Arc<Self>) {
         let jails = self.jails.clone();
         let strays = on_host("listing jails", move || Ok::<_, std::io::Error>(jails.list())).await;
@@ -124,14 +143,12 @@ impl Manager {
         if let Err(error) = self.remove_interfaces(self.interfaces_ahead()).await {
             tracing::warn!(%error, "interfaces that belong to nobody could not be removed");
         }
-        if let Err(error) = self.prepare_interfaces().await {
+        let manager = Arc::clone(self);
+        let made = on_host("making interfaces ahead", move || {
+            manager.interfaces.make_ahead(&manager.slots, manager.interfaces_ahead())
+        });
+        if let Err(error) = made.await {
             tracing::warn!(%error, "no interfaces were made ahead");
-        }
-        if self.slots.count() > 0 {
-            // It is tried again now and then, and by the next microVM.
-            if let Err(error) = self.firewall.repair().await {
-                tracing::warn!(%error, "the rules of microVMs could not be put back");
-            }
         }
     }
 
@@ -178,7 +195,7 @@ mod tests {
             (MachinePhase::Running, false, Step::End),
             (MachinePhase::Paused, true, Step::GoOn),
             (MachinePhase::Paused, false, Step::End),
-            (MachinePhase::Stopped, false, Step::End),
+            (MachinePhase::Stopped, false, Step::Leave),
             (MachinePhase::Stopped, true, Step::End),
             (MachinePhase::Removing, true, Step::Remove),
             (MachinePhase::Removing, false, Step::Remove),
@@ -186,5 +203,8 @@ mod tests {
             record.phase = phase;
             assert_eq!(step(&record, lives), expected, "{phase} {lives}");
         }
+        record.phase = MachinePhase::Stopped;
+        record.slot = Some(0);
+        assert_eq!(step(&record, false), Step::End);
     }
 }

@@ -80,29 +80,8 @@ pub(crate) struct Slot {
 #[derive(Debug)]
 pub(crate) struct Slots {
     most: u32,
-    taken: Mutex<BTreeMap<u32, Holder>>,
-}
-
-/// Who has a slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Holder {
-    /// A microVM, which to start takes memory that it has not taken yet, in bytes.
-    Machine(u64),
-    /// The manager, for a moment.
-    Manager,
-}
-
-impl Holder {
-    fn is_machine(&self) -> bool {
-        matches!(self, Self::Machine(_))
-    }
-
-    fn memory(&self) -> u64 {
-        match self {
-            Self::Machine(memory) => *memory,
-            Self::Manager => 0,
-        }
-    }
+    /// Each with the memory that its microVM takes to start and has not taken yet, in bytes.
+    taken: Mutex<BTreeMap<u32, u64>>,
 }
 
 /// Why there is no slot.
@@ -119,7 +98,7 @@ impl Slots {
         Self { most: most.min(MOST), taken: Mutex::default() }
     }
 
-    fn taken(&self) -> MutexGuard<'_, BTreeMap<u32, Holder>> {
+    fn taken(&self) -> MutexGuard<'_, BTreeMap<u32, u64>> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -128,32 +107,28 @@ impl Slots {
     pub(crate) fn take(&self, memory: u64, free: u64) -> Result<u32, NoSlot> {
         let mut taken = self.taken();
         let index = (0..self.most).find(|index| !taken.contains_key(index)).ok_or(NoSlot::Full)?;
-        let left = free.saturating_sub(taken.values().map(Holder::memory).sum());
+        let left = free.saturating_sub(taken.values().sum());
         if left < memory {
             return Err(NoSlot::Memory(left));
         }
-        taken.insert(index, Holder::Machine(memory.min(START_BYTES)));
+        taken.insert(index, memory.min(START_BYTES));
         Ok(index)
     }
 
     /// Takes an index that a record says is its own. False when another has it.
     pub(crate) fn take_back(&self, index: u32) -> bool {
-        self.hold(index, Holder::Machine(0))
-    }
-
-    fn hold(&self, index: u32, holder: Holder) -> bool {
         let mut taken = self.taken();
         let is_free = !taken.contains_key(&index);
         if is_free {
-            taken.insert(index, holder);
+            taken.insert(index, 0);
         }
         is_free
     }
 
     /// A microVM has started: what it took for that is seen in what is free.
     pub(crate) fn has_started(&self, index: u32) {
-        if let Some(holder) = self.taken().get_mut(&index) {
-            *holder = Holder::Machine(0);
+        if let Some(memory) = self.taken().get_mut(&index) {
+            *memory = 0;
         }
     }
 
@@ -161,19 +136,12 @@ impl Slots {
         self.taken().remove(&index);
     }
 
-    /// Does something with a slot that nobody has, and that nobody gets meanwhile.
-    pub(crate) fn while_free<T>(&self, index: u32, step: impl FnOnce() -> T) -> Option<T> {
-        if !self.hold(index, Holder::Manager) {
-            return None;
-        }
-        let done = step();
-        self.release(index);
-        Some(done)
+    pub(crate) fn is_free(&self, index: u32) -> bool {
+        !self.taken().contains_key(&index)
     }
 
-    /// How many microVMs have one.
     pub(crate) fn count(&self) -> usize {
-        self.taken().values().filter(|holder| holder.is_machine()).count()
+        self.taken().len()
     }
 
     pub(crate) fn most(&self) -> u32 {
@@ -227,14 +195,6 @@ mod tests {
         let given: HashSet<u32> = taken.iter().flatten().copied().collect();
         assert_eq!((given.len(), taken.iter().flatten().count()), (300, 300));
         assert_eq!(taken.iter().filter(|slot| **slot == Err(NoSlot::Full)).count(), 100);
-    }
-
-    #[test]
-    fn what_the_manager_has_for_a_moment_is_no_microvms() {
-        let slots = Slots::new(2);
-        let taken = slots.while_free(0, || (slots.count(), slots.take(0, 0), slots.while_free(0, || ())));
-        assert_eq!(taken, Some((0, Ok(1), None)));
-        assert_eq!((slots.count(), slots.take(0, 0), slots.count()), (1, Ok(0), 2));
     }
 
     #[test]

@@ -61,10 +61,8 @@ impl ProcessLock {
             }
             Err(error) => return Err(NoLock::Io(error.into())),
         }
-        file.set_len(0)
-            .and_then(|()| file.rewind())
-            .and_then(|()| writeln!(file, "{}", std::process::id()))
-            .map_err(NoLock::Io)?;
+        // Over what was there, which also works on a full disk; and without it the lock is still taken.
+        let _ = file.rewind().and_then(|()| writeln!(file, "{:<10}", std::process::id()));
         Ok(Self { _file: file })
     }
 }

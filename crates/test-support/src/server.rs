@@ -341,7 +341,9 @@ impl TestServer {
 
     /// Runs a command that must succeed; returns what it printed.
     pub async fn bash(&self, id: &str, command: &str) -> String {
-        let answer = self.tool(id, "bash", json!({ "command": command })).await.ok();
+        // Guests whose processor is emulated are slow, several at once above all.
+        let request = json!({ "command": command, "timeout_ms": 600_000 });
+        let answer = self.tool(id, "bash", request).await.ok();
         assert_eq!(answer["exit_code"], 0, "{command}: {answer}");
         answer["stdout"].as_str().expect("text").to_owned()
     }

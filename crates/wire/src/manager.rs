@@ -169,6 +169,7 @@ pub struct ManagerHealth {
     /// MicroVMs that shall wait for work.
     pub warm_pool_size: u32,
     /// What an earlier manager left is still being ended or removed.
+    #[serde(default)]
     pub recovering: bool,
     /// What is free on the host.
     pub available: AvailableResources,

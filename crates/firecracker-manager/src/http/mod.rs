@@ -116,6 +116,6 @@ async fn health(State(app): State<App>) -> Json<ManagerHealth> {
 #[utoipa::path(post, path = "/v1/retire", tag = "manager",
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
 async fn retire(State(app): State<App>) -> Result<axum::http::StatusCode, ApiError> {
-    let retired = to_the_end(async move { app.manager.retire(true).await });
+    let retired = to_the_end(async move { app.manager.retire().await });
     retired.await.map(|_| axum::http::StatusCode::NO_CONTENT)
 }
