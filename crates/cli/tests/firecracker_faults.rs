@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 
 use emergent_test_support::microvm::{Microvms, TestManager, ask_manager, ask_manager_as};
 use emergent_test_support::server::{Answer, TestServer, leftovers_of_manager, run};
-use emergent_wire::id::InstallationId;
 use emergent_wire::{SnapshotId, WorkspaceId};
 use futures_util::future::join_all;
 use serde_json::{Value, json};
@@ -120,9 +119,10 @@ async fn a_microvm_that_dies_is_started_again_with_its_disk() {
         let before = ask_manager(&manager_dir(&server), "GET", &path, None).await.ok();
         if how == "panic" {
             // A way that every kernel has: no memory, at once, since it keeps all of it for itself.
-            let command = "sleep 0.2; cd /proc/sys/vm; echo 2 > panic_on_oom; \
+            let command = "cd /proc/sys/vm; echo 2 > panic_on_oom; \
                            awk '/MemTotal/ { print $2 }' /proc/meminfo > min_free_kbytes; tail /dev/zero";
-            server.begin(&id, command).await;
+            // It may not live to answer.
+            server.tool(&id, "bash", json!({ "command": command, "background": true })).await;
         } else {
             run("kill", &["-KILL", &before["pid"].to_string()]);
         }
@@ -274,13 +274,7 @@ async fn a_full_disk_is_said_and_leaves_nothing() {
     let directory = manager.directory().to_owned();
     run("mount", &["-t", "tmpfs", "-o", "size=900M", "small", directory.to_str().unwrap()]);
     manager.start_again(&[]).await;
-    let image = manager.image().await;
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": image,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let asked = manager.asked(&microvms).await;
     let path = format!("/v1/machines/{}", WorkspaceId::generate());
     let refused = manager.request("PUT", &path, Some(asked)).await;
     let said = message(&refused);
@@ -316,12 +310,7 @@ async fn a_full_disk_keeps_nobody_from_ending_what_fills_it() {
     run("mkfs.ext4", &["-q", "-m", "0", image.to_str().unwrap()]);
     run("mount", &["-o", "loop", image.to_str().unwrap(), directory.to_str().unwrap()]);
     manager.start_again(&[]).await;
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let asked = manager.asked(&microvms).await;
     let path = |id: WorkspaceId| format!("/v1/machines/{id}");
     let (first, second) = (WorkspaceId::generate(), WorkspaceId::generate());
     for id in [first, second] {
@@ -362,12 +351,7 @@ async fn a_process_of_another_run_of_the_host_is_nobodys() {
     let microvms = Microvms::find(BINARY);
     let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
     let id = WorkspaceId::generate();
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let asked = manager.asked(&microvms).await;
     let path = format!("/v1/machines/{id}");
     manager.request("PUT", &path, Some(asked)).await.ok();
     manager.request("POST", &format!("{path}/stop"), None).await.ok();
@@ -415,12 +399,7 @@ async fn an_interface_of_somebody_else_is_left_alone() {
 async fn rules_that_others_take_away_come_back() {
     let microvms = Microvms::find(BINARY);
     let mut manager = TestManager::start(&microvms, BINARY, &[]).await;
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let asked = manager.asked(&microvms).await;
     let path = format!("/v1/machines/{}", WorkspaceId::generate());
     let made = manager.request("PUT", &path, Some(asked)).await.ok();
     let interface = made["interface"].as_str().unwrap();
@@ -462,29 +441,66 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     let server = TestServer::start_with(BINARY, &known).await;
 
     // For a while: the microVM is made all the same.
-    lock.lock().unwrap();
-    let released = async {
+    let somebody_waits = async |manager: &TestManager| {
         let waits = || run("sh", &["-c", &format!("pgrep -P {} -c iptables || true", manager.pid())]);
         let begun = Instant::now();
         while waits().trim() == "0" {
             assert!(begun.elapsed() < Duration::from_secs(60), "nobody waits for the lock");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
+    };
+    lock.lock().unwrap();
+    let released = async {
+        somebody_waits(&manager).await;
         lock.unlock().unwrap();
     };
     let (id, ()) = tokio::join!(server.create(microvms.small()), released);
     assert_eq!(server.bash(&id, "echo made").await, "made\n");
     server.destroy(&id).await;
 
-    // For long: what was to be removed stays that, and goes when it can.
+    // One that is asked for while it is being removed is made anew.
     let path = format!("/v1/machines/{}", WorkspaceId::generate());
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
-    manager.request("PUT", &path, Some(asked)).await.ok();
+    let asked = manager.asked(&microvms).await;
+    let first = manager.request("PUT", &path, Some(asked.clone())).await.ok();
+    lock.lock().unwrap();
+    let asked_again = async {
+        somebody_waits(&manager).await;
+        let released = async {
+            // The other request is on its way by then.
+            assert_eq!(manager.request("GET", &path, None).await.ok()["phase"], "removing");
+            lock.unlock().unwrap();
+        };
+        tokio::join!(manager.request("PUT", &path, Some(asked)), released).0
+    };
+    let (removed, again) = tokio::join!(manager.request("DELETE", &path, None), asked_again);
+    assert_eq!(removed.status, 204, "{removed:?}");
+    let again = again.ok();
+    assert_eq!(again["phase"], "running");
+    assert_ne!(again["pid"], first["pid"]);
+
+    // For long: what ended by itself while nobody could look after it is looked after when somebody can.
+    lock.lock().unwrap();
+    run("kill", &["-KILL", &again["pid"].to_string()]);
+    let phase_is = async |expected: &str| {
+        let begun = Instant::now();
+        loop {
+            let machine = manager.request("GET", &path, None).await.body;
+            if machine["phase"] == expected {
+                return machine;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(100), "it is not {expected}: {machine}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    };
+    phase_is("ending").await;
+    let refused = manager.request("POST", &format!("{path}/start"), None).await;
+    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
+    lock.unlock().unwrap();
+    let stopped = phase_is("stopped").await;
+    assert!(stopped["ended"].as_str().unwrap().contains("its process has ended"), "{stopped}");
+    manager.request("POST", &format!("{path}/start"), None).await.ok();
+
+    // What was to be removed stays that, and goes when it can.
     lock.lock().unwrap();
     let refused = manager.request("DELETE", &path, None).await;
     assert!(message(&refused).contains("xtables lock"), "{refused:?}");
@@ -506,12 +522,19 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     assert_eq!(created["provider"], "gvisor", "{created}");
     server.destroy(created["id"].as_str().unwrap()).await;
     // What could not be removed meanwhile goes when it can: now and then, and when a manager begins.
-    // That one does not wait for it before it answers.
-    manager.terminate();
-    manager.begin_again(&[]).await;
-    let listed = manager.request("GET", "/v1/machines", None).await.ok();
-    assert_eq!(listed["machines"][0]["phase"], "removing", "{listed}");
-    assert_ne!(left(manager.directory()), Vec::<String>::new());
+    // That one does not wait for it before it answers, nor before it ends.
+    let interfaces = |manager: &TestManager| {
+        manager.leftovers().into_iter().filter(|left| left.starts_with("interface ")).count()
+    };
+    for _ in 0..2 {
+        manager.terminate();
+        assert_eq!(interfaces(&manager), 1);
+        manager.begin_again(&[]).await;
+        let listed = manager.request("GET", "/v1/machines", None).await.ok();
+        assert_eq!(listed["machines"][0]["phase"], "removing", "{listed}");
+        assert_ne!(left(manager.directory()), Vec::<String>::new());
+        somebody_waits(&manager).await;
+    }
     lock.unlock().unwrap();
     manager.wait_until_recovered().await;
     assert_eq!(left(manager.directory()), Vec::<String>::new());
@@ -543,12 +566,7 @@ async fn what_ends_a_managers_group_does_not_end_its_microvms() {
     let own = std::fs::read_to_string(format!("/proc/{}/cgroup", manager.pid())).unwrap();
     assert!(groups.is_empty() || own.contains(&name), "{own}");
     let id = WorkspaceId::generate();
-    let asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let asked = manager.asked(&microvms).await;
     let made = manager.request("PUT", &format!("/v1/machines/{id}"), Some(asked)).await.ok();
     let its = std::fs::read_to_string(format!("/proc/{}/cgroup", made["pid"])).unwrap();
     assert!(!its.contains(&name), "{its}");
@@ -604,12 +622,7 @@ async fn a_manager_without_root_says_so() {
 async fn twenty_at_once_get_twenty_slots() {
     let microvms = Microvms::find(BINARY);
     let manager = TestManager::start(&microvms, BINARY, &[("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "280")]).await;
-    let mut asked = json!({
-        "installation": InstallationId::generate(),
-        "image": manager.image().await,
-        "limits": microvms.small()["resource_limits"],
-        "network": "nat",
-    });
+    let mut asked = manager.asked(&microvms).await;
     asked["limits"]["memory"] = json!("160M");
     let paths: Vec<String> = (0..20).map(|_| format!("/v1/machines/{}", WorkspaceId::generate())).collect();
     let made = join_all(paths.iter().map(|path| manager.request("PUT", path, Some(asked.clone())))).await;

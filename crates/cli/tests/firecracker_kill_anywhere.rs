@@ -10,11 +10,8 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use emergent_test_support::microvm::{
-    INTERFACES_AHEAD, Microvms, TestManager, ask_manager, wait_until_recovered,
-};
+use emergent_test_support::microvm::{Microvms, TestManager, ask_manager, wait_until_recovered};
 use emergent_test_support::server::{TestServer, leftovers_of_manager, run};
-use emergent_wire::id::InstallationId;
 use emergent_wire::{SnapshotId, WorkspaceId};
 use serde_json::{Value, json};
 
@@ -34,7 +31,8 @@ const STARTING: [&str; 8] = [
     "manager.agent_ready",
 ];
 const STARTED: [&str; 1] = ["manager.running"];
-const STOP: [&str; 3] = ["manager.process_killed", "manager.jail_removed", "manager.rules_removed"];
+const STOP: [&str; 4] =
+    ["manager.end_noted", "manager.process_killed", "manager.jail_removed", "manager.rules_removed"];
 const DESTROY: [&str; 5] = [
     "manager.removal_noted",
     "manager.process_killed",
@@ -60,11 +58,13 @@ const RESUME: [&str; 1] = ["sandbox.started"];
 const DESTROY_WORKSPACE: [&str; 2] = ["manager.jail_removed", "destroy.sandbox_removed"];
 const CLAIM: [&str; 2] = ["fill.made", "claim.configured"];
 
+/// So many interfaces the manager keeps ahead.
+const INTERFACES_AHEAD: usize = 5;
+
 /// A manager with a microVM that must outlive everything.
 struct World {
     microvms: Microvms,
     manager: TestManager,
-    image: String,
     kept: Value,
     /// Copies that shall be there.
     copies: BTreeSet<String>,
@@ -77,22 +77,17 @@ fn path(id: &str) -> String {
 impl World {
     async fn start() -> Self {
         let microvms = Microvms::find(BINARY);
-        let manager = TestManager::start(&microvms, BINARY, &[]).await;
-        let image = manager.image().await;
-        let mut world = Self { microvms, manager, image, kept: Value::Null, copies: BTreeSet::new() };
+        let ahead = INTERFACES_AHEAD.to_string();
+        let manager = TestManager::start(&microvms, BINARY, &[("FIRECRACKER_WARM_POOL_SIZE", &ahead)]).await;
+        let asked = manager.asked(&microvms).await;
         let id = WorkspaceId::generate().to_string();
-        world.kept = world.manager.request("PUT", &path(&id), Some(world.asked())).await.ok();
-        world
+        let kept = manager.request("PUT", &path(&id), Some(asked)).await.ok();
+        Self { microvms, manager, kept, copies: BTreeSet::new() }
     }
 
     /// A request for a microVM.
-    fn asked(&self) -> Value {
-        json!({
-            "installation": InstallationId::generate(),
-            "image": self.image,
-            "limits": self.microvms.small()["resource_limits"],
-            "network": "nat",
-        })
+    async fn asked(&self) -> Value {
+        self.manager.asked(&self.microvms).await
     }
 
     /// The manager dies at a step of a request; and is started again.
@@ -179,7 +174,7 @@ async fn killed_while_a_microvm_is_made() {
         BEFORE.map(|step| (step, "gone")).into_iter().chain(STARTING.map(|step| (step, "stopped")))
     {
         let id = WorkspaceId::generate().to_string();
-        let asked = world.asked();
+        let asked = world.asked().await;
         world.die(step, "PUT", &path(&id), Some(asked.clone())).await;
         assert_eq!(world.phase(&id).await, expected, "{step}");
         // Asked again, it is there.
@@ -196,12 +191,13 @@ async fn killed_while_a_microvm_is_made() {
 async fn killed_while_a_microvm_is_stopped_or_removed() {
     let mut world = World::start().await;
     let id = WorkspaceId::generate().to_string();
-    let asked = world.asked();
+    let asked = world.asked().await;
     world.die(STARTED[0], "PUT", &path(&id), Some(asked.clone())).await;
     assert_eq!(world.phase(&id).await, "running");
     for step in STOP {
         world.die(step, "POST", &format!("{}/stop", path(&id)), None).await;
-        assert_eq!(world.phase(&id).await, "stopped", "{step}");
+        let stopped = world.manager.request("GET", &path(&id), None).await.ok();
+        assert_eq!((&stopped["phase"], &stopped["ended"]), (&json!("stopped"), &Value::Null), "{step}");
         world.manager.request("POST", &format!("{}/start", path(&id)), None).await.ok();
     }
     for step in DESTROY {
@@ -229,7 +225,7 @@ async fn killed_while_something_is_copied() {
     let copy = SnapshotId::generate();
     let snapshot = format!("/v1/snapshots/{copy}");
     world.manager.request("PUT", &snapshot, Some(memory)).await.ok();
-    let mut asked = world.asked();
+    let mut asked = world.asked().await;
     asked["snapshot"] = json!(copy);
     world.copies.insert(copy.to_string());
     for step in FROM_MEMORY {

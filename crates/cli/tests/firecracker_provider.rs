@@ -11,7 +11,7 @@ use std::process::Command;
 
 use emergent_test_support::internet::Internet;
 use emergent_test_support::mcp;
-use emergent_test_support::microvm::{INTERFACES_AHEAD, Microvms, TestManager, ask_manager};
+use emergent_test_support::microvm::{Microvms, TestManager, ask_manager};
 use emergent_test_support::server::{TestServer, run};
 use serde_json::{Value, json};
 
@@ -347,7 +347,8 @@ async fn block_device_persists_across_stop_resume() {
 #[tokio::test]
 async fn manager_starts_successfully() {
     let microvms = Microvms::find(BINARY);
-    let manager = TestManager::start(&microvms, BINARY, &[]).await;
+    let settings = [("FIRECRACKER_WARM_POOL_SIZE", "6")];
+    let manager = TestManager::start(&microvms, BINARY, &settings).await;
     let log = manager.log();
     assert!(log.contains(&format!("listening on {}", manager.url())), "{log}");
     let health = manager.request("GET", "/v1/health", None).await.ok();
@@ -357,7 +358,7 @@ async fn manager_starts_successfully() {
     }
     // Interfaces are there before anybody needs one.
     let ahead = || manager.leftovers().iter().filter(|left| left.starts_with("interface ")).count();
-    assert_eq!(ahead(), INTERFACES_AHEAD);
+    assert_eq!(ahead(), 6);
     // A server on the same host finds its token.
     let (url, own) = (manager.url(), ("FIRECRACKER_MANAGER_URL", manager.url()));
     let server = TestServer::start_with(BINARY, &[(own.0, &url), ("EMERGENT_FIRECRACKER", "true")]).await;
@@ -371,7 +372,7 @@ async fn manager_starts_successfully() {
     assert_eq!(listed["machines"][0]["id"], json!(id));
     server.destroy(&id).await;
     server.stop();
-    assert_eq!(ahead(), INTERFACES_AHEAD);
+    assert_eq!(ahead(), 6);
     microvms.keep_images(manager.directory());
     manager.stop();
 }

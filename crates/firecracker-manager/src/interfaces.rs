@@ -61,3 +61,57 @@ impl Interfaces {
         *self.change() = true;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::net::Ipv4Addr;
+    use std::path::Path;
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn who_has_a_slot_has_its_interface_whatever_is_made_and_removed_meanwhile() {
+        const SLOTS: u32 = 4;
+        let naming = Naming { manager: std::process::id(), network: Ipv4Addr::new(10, 255, 240, 0) };
+        let (interfaces, slots) = (Interfaces::new(naming), Slots::new(SLOTS));
+        let (is_done, rounds) = (AtomicBool::new(false), AtomicU32::new(0));
+        let use_slots = || {
+            for _ in 0..10 {
+                let index = slots.take(0, 0).unwrap();
+                let slot = naming.slot(index);
+                interfaces.ensure(&slot).unwrap();
+                // As long as all of them are removed and made once more.
+                let begun = rounds.load(Ordering::Relaxed);
+                while rounds.load(Ordering::Relaxed) < begun + 2 && !is_done.load(Ordering::Relaxed) {
+                    assert!(Path::new("/sys/class/net").join(&slot.interface).exists());
+                    std::thread::yield_now();
+                }
+                slots.release(index);
+            }
+        };
+        std::thread::scope(|scope| {
+            let tidy = scope.spawn(|| {
+                let mut tidied = Ok(());
+                while tidied.is_ok() && !is_done.load(Ordering::Relaxed) {
+                    tidied = interfaces.make_ahead(&slots, SLOTS);
+                    tidied = tidied.and(interfaces.remove_unused(&slots, 0));
+                    rounds.fetch_add(1, Ordering::Relaxed);
+                }
+                is_done.store(true, Ordering::Relaxed);
+                tidied
+            });
+            let users = [scope.spawn(use_slots), scope.spawn(use_slots)];
+            let used = users.map(|user| user.join());
+            is_done.store(true, Ordering::Relaxed);
+            let tidied = tidy.join();
+            interfaces.close();
+            interfaces.remove_unused(&Slots::new(SLOTS), 0).unwrap();
+            used.into_iter().for_each(|used| used.unwrap());
+            tidied.unwrap().unwrap();
+        });
+        interfaces.make_ahead(&slots, SLOTS).unwrap();
+        assert_eq!(tap::list(&naming.prefix()).unwrap(), Vec::<String>::new());
+    }
+}

@@ -131,15 +131,11 @@ impl Manager {
         match created.await {
             Ok(()) => Ok(self.view(&machine.record())),
             Err(error) => {
-                self.try_to_remove(&machine).await;
+                if let Err(problem) = self.remove_locked(&machine).await {
+                    tracing::warn!(machine = %id, error = %problem, "what was made of a microVM could not be removed; it is tried again");
+                }
                 Err(error)
             }
-        }
-    }
-
-    async fn try_to_remove(&self, machine: &Machine) {
-        if let Err(error) = self.remove_locked(machine).await {
-            tracing::warn!(machine = %machine.id, %error, "what was made of a microVM could not be removed; it is tried again");
         }
     }
 
@@ -184,13 +180,12 @@ impl Manager {
             MachinePhase::Running if record.process.is_some_and(Process::is_alive) => {
                 return Ok(self.view(&record));
             }
-            // It has just ended, and nobody has looked after it yet; or an earlier start could not be undone.
-            MachinePhase::Running | MachinePhase::Paused | MachinePhase::Configured => {
-                self.end_run(machine, None).await?;
-            }
-            MachinePhase::Stopped if record.slot.is_some() => self.end_run(machine, None).await?,
             MachinePhase::Stopped => {}
-            phase => return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again"))),
+            phase @ (MachinePhase::Reserved | MachinePhase::Removing) => {
+                return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again")));
+            }
+            // It has just ended, and nobody has looked after it yet; or an earlier run could not be ended.
+            _ => self.end_run(machine, None).await?,
         }
         let started = async {
             self.reserve(machine).await?;
@@ -407,9 +402,6 @@ impl Manager {
             };
             let _operation = machine.operation.lock().await;
             if manager.has(&machine) && machine.record().process == Some(process) {
-                if machine.record().phase == MachinePhase::Removing {
-                    return manager.try_to_remove(&machine).await;
-                }
                 let why = manager.console_tail(&machine);
                 let why = why.map_or_else(String::new, |text| format!(": {text}"));
                 let why = format!("its process has ended{why}");
@@ -421,17 +413,21 @@ impl Manager {
         });
     }
 
-    /// Ends a run, whatever is left of it: process, jail, control groups, rules, slot. The disk stays.
+    /// Ends a run, whatever is left of it: process, jail, control groups, rules, slot. The disk stays, unless the microVM is
+    /// to be removed.
     pub(crate) async fn end_run(&self, machine: &Machine, why: Option<String>) -> Result<(), ManagerError> {
+        match machine.record().phase {
+            MachinePhase::Removing => return self.remove_locked(machine).await,
+            // It is known why.
+            MachinePhase::Ending => {}
+            _ => self.note_end(machine, why).await,
+        }
         self.remove_run(machine).await?;
         let slot = machine.record().slot;
         self.note(machine, |record| {
             record.process = None;
             record.slot = None;
-            record.ended = why;
-            if record.phase != MachinePhase::Removing {
-                record.phase = MachinePhase::Stopped;
-            }
+            record.phase = MachinePhase::Stopped;
         })
         .await?;
         // Only now: as long as it is written that a slot is this one's, nobody else's may be in it.
@@ -471,22 +467,27 @@ impl Manager {
         let machine = self.machine(id)?;
         let _operation = machine.operation.lock().await;
         self.check_known(&machine)?;
-        let record = machine.record();
-        match record.phase {
-            MachinePhase::Stopped => return Ok(self.view(&record)),
+        match machine.record().phase {
+            MachinePhase::Stopped => {}
             MachinePhase::Removing => {
                 return Err(ManagerError::WrongState("the microVM is being removed".to_owned()));
             }
-            _ => {}
+            _ => self.stop_locked(&machine).await?,
         }
-        if let Some(process) = record.process.filter(|process| process.is_alive()) {
-            if let Err(error) = self.let_go_on(&machine, false).await {
-                tracing::warn!(machine = %id, %error, "a microVM that was being copied does not go on");
-            }
-            self.ask_to_end(id, process, STOP_GRACE).await;
-        }
-        self.end_run(&machine, None).await?;
         Ok(self.view(&machine.record()))
+    }
+
+    /// The same for one that is being stopped already, too.
+    pub(crate) async fn stop_locked(&self, machine: &Machine) -> Result<(), ManagerError> {
+        if let Some(process) = machine.record().process.filter(|process| process.is_alive()) {
+            if let Err(error) = self.let_go_on(machine, false).await {
+                tracing::warn!(machine = %machine.id, %error, "a microVM that was being copied does not go on");
+            }
+            self.note_end(machine, None).await;
+            failpoint!("manager.end_noted");
+            self.ask_to_end(machine.id, process, STOP_GRACE).await;
+        }
+        self.end_run(machine, None).await
     }
 
     /// Asks a microVM to end, and waits a while: its agent, or, where that does not listen, its kernel, by keys that not
@@ -524,7 +525,7 @@ impl Manager {
         if record.phase == MachinePhase::Running
             && let Some(process) = record.process.filter(|process| process.is_alive())
         {
-            self.note_removal(&machine).await;
+            self.intend(&machine, |record| record.phase = MachinePhase::Removing).await;
             failpoint!("manager.removal_noted");
             // Whoever wants it removed has given its commands their time.
             self.ask_to_end(id, process, Duration::ZERO).await;
@@ -534,7 +535,7 @@ impl Manager {
 
     pub(crate) async fn remove_locked(&self, machine: &Machine) -> Result<(), ManagerError> {
         let id = machine.id;
-        self.note_removal(machine).await;
+        self.intend(machine, |record| record.phase = MachinePhase::Removing).await;
         self.remove_run(machine).await?;
         let records = self.records.clone();
         on_host("removing the disk", move || records.remove(id)).await?;
@@ -546,12 +547,22 @@ impl Manager {
         Ok(())
     }
 
-    /// Writes down that a microVM is to go. It goes also where that can't be written: a disk on which nothing can is no
-    /// reason to keep what fills it.
-    async fn note_removal(&self, machine: &Machine) {
-        if let Err(error) = self.note(machine, |record| record.phase = MachinePhase::Removing).await {
-            tracing::warn!(machine = %machine.id, %error, "a microVM is removed without that being written down before");
-            machine.set_record(Record { phase: MachinePhase::Removing, ..machine.record() });
+    async fn note_end(&self, machine: &Machine, why: Option<String>) {
+        self.intend(machine, |record| {
+            record.phase = MachinePhase::Ending;
+            record.ended.clone_from(&why);
+        })
+        .await;
+    }
+
+    /// Writes down that a microVM is to end or to be removed. That is done also where it can't be written: a disk on which
+    /// nothing can is no reason to keep what fills it.
+    async fn intend(&self, machine: &Machine, change: impl Fn(&mut Record)) {
+        if let Err(error) = self.note(machine, &change).await {
+            let mut record = machine.record();
+            change(&mut record);
+            tracing::warn!(machine = %machine.id, phase = %record.phase, %error, "this could not be written down before it is done to a microVM");
+            machine.set_record(record);
         }
     }
 

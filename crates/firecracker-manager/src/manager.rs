@@ -29,7 +29,6 @@ use crate::jail::Jails;
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::options::ManagerOptions;
-use crate::process::Process;
 use crate::record::{Record, Records, make_readable, write_whole};
 use crate::slot::{MOST, Naming, Slots};
 use crate::snapshots::Snapshots;
@@ -178,9 +177,7 @@ impl Manager {
     }
 
     pub(crate) fn view(&self, record: &Record) -> MachineView {
-        // What is left of a run that has ended is nobody's to use.
-        let runs = record.phase != MachinePhase::Stopped;
-        let slot = record.slot.filter(|_| runs).map(|index| self.naming.slot(index));
+        let slot = record.slot.map(|index| self.naming.slot(index));
         MachineView {
             id: record.id,
             installation: record.request.installation,
@@ -191,7 +188,7 @@ impl Manager {
             network: record.request.network,
             interface: slot.as_ref().map(|slot| slot.interface.clone()),
             address: slot.map(|slot| slot.guest),
-            pid: record.process.filter(|_| runs).map(|process| process.pid),
+            pid: record.process.map(|process| process.pid),
             ended: record.ended.clone(),
         }
     }
@@ -233,17 +230,10 @@ impl Manager {
             let Ok(_operation) = machine.operation.try_lock() else {
                 continue;
             };
-            let record = machine.record();
-            let done = match record.phase {
+            let done = match machine.record().phase {
                 MachinePhase::Removing if self.has(&machine) => self.remove_locked(&machine).await,
-                MachinePhase::Running | MachinePhase::Paused
-                    if !record.process.is_some_and(Process::is_alive) =>
-                {
-                    self.end_run(&machine, Some("its process has ended".to_owned())).await
-                }
                 MachinePhase::Paused => self.let_go_on(&machine, false).await,
-                MachinePhase::Configured => self.end_run(&machine, None).await,
-                MachinePhase::Stopped if record.slot.is_some() => self.end_run(&machine, record.ended).await,
+                MachinePhase::Ending => self.end_run(&machine, None).await,
                 _ => Ok(()),
             };
             if let Err(error) = done {

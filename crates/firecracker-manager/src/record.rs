@@ -1,12 +1,13 @@
 //! What is written down of a microVM: enough to find, use, end and remove it after any crash.
 //!
 //! ```text
-//!             create                  start                    agent answers
-//!  (nothing) ───────▶ reserved ──────────────▶ configured ───────────────────▶ running ◀──▶ paused
-//!                        │                      │   ▲                             │
-//!                        │ undone               │   │ start                       │ stop, or it ended
-//!                        ▼                      ▼   │                             ▼
-//!                    (nothing) ◀── removing ◀── stopped ◀──────────────────────────
+//!             create            start                  agent answers
+//!  (nothing) ───────▶ reserved ────────▶ configured ───────────────────▶ running ◀──▶ paused
+//!                        │                ▲       │ undone                 │ stop, or it ended
+//!                        │ undone   start │       ▼                        ▼
+//!                        │             stopped ◀──────────────────────── ending
+//!                        ▼                │
+//!                     removing ◀──────────┘ (as from every other)
 //! ```
 //!
 //! A phase is written before what it stands for is begun: what is found under it after a crash may be there in part.
@@ -187,11 +188,22 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_record_is_changed_also_on_a_full_disk() {
+    fn small_disk() -> Disk {
         let disk = Disk(tempfile::tempdir().unwrap());
         mount("small", disk.0.path(), "tmpfs", MountFlags::empty(), Some(c"size=256k")).unwrap();
-        let records = Records::open(disk.0.path()).unwrap();
+        disk
+    }
+
+    /// Leaves so many bytes on a disk.
+    fn fill_but_for(disk: &Disk, bytes: u64) {
+        let filler = disk.0.path().join("filler");
+        let full = fs::write(&filler, vec![1; 1 << 20]).unwrap_err();
+        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
+        let filler = fs::OpenOptions::new().write(true).open(filler).unwrap();
+        filler.set_len(filler.metadata().unwrap().len() - bytes).unwrap();
+    }
+
+    fn record() -> Record {
         let request = MachineRequest {
             installation: InstallationId::generate(),
             image: "i".into(),
@@ -199,11 +211,30 @@ mod tests {
             network: NetworkMode::Nat,
             snapshot: None,
         };
-        let mut record = Record::new(WorkspaceId::generate(), request);
+        Record::new(WorkspaceId::generate(), request)
+    }
+
+    #[test]
+    fn a_record_that_has_no_room_for_its_changes_is_not_begun() {
+        let disk = small_disk();
+        let records = Records::open(disk.0.path()).unwrap();
+        let record = record();
+        // For the record itself and its directory, and not for its other place.
+        fill_but_for(&disk, 3 << 12);
+        assert_eq!(records.save(&record).unwrap_err().kind(), io::ErrorKind::StorageFull);
+        assert!(records.of(record.id).exists());
+        assert_eq!(records.load().unwrap(), []);
+        assert!(!records.of(record.id).exists());
+    }
+
+    #[test]
+    fn a_record_is_changed_also_on_a_full_disk() {
+        let disk = small_disk();
+        let records = Records::open(disk.0.path()).unwrap();
+        let mut record = record();
         records.save(&record).unwrap();
-        let full = fs::write(disk.0.path().join("filler"), vec![1; 1 << 20]).unwrap_err();
-        assert_eq!(full.kind(), io::ErrorKind::StorageFull);
-        for phase in [MachinePhase::Running, MachinePhase::Stopped, MachinePhase::Removing] {
+        fill_but_for(&disk, 0);
+        for phase in [MachinePhase::Running, MachinePhase::Ending, MachinePhase::Removing] {
             record.phase = phase;
             record.ended = Some("x".repeat(4000));
             records.save(&record).unwrap();

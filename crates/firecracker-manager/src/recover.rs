@@ -12,7 +12,6 @@ use crate::error::{ManagerError, on_host};
 use crate::machine::{Machine, kill};
 use crate::manager::Manager;
 use crate::process::{self, Process};
-use crate::record::Record;
 
 /// What to do with a microVM that was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +20,8 @@ enum Step {
     Adopt,
     /// It runs but for a moment: let it go on, and look after it.
     GoOn,
+    /// It was being stopped, and has not ended yet.
+    Stop,
     /// Nothing of it may run; its disk stays.
     End,
     /// It has nothing but its disk.
@@ -30,13 +31,13 @@ enum Step {
 }
 
 /// Pure: from what is written and whether its process lives to what is to be done.
-fn step(record: &Record, lives: bool) -> Step {
-    match (record.phase, lives) {
+fn step(phase: MachinePhase, lives: bool) -> Step {
+    match (phase, lives) {
         (MachinePhase::Running, true) => Step::Adopt,
         (MachinePhase::Paused, true) => Step::GoOn,
+        (MachinePhase::Ending, true) => Step::Stop,
         (MachinePhase::Reserved | MachinePhase::Removing, _) => Step::Remove,
-        // Before anything is made for a run, it has a slot.
-        (MachinePhase::Stopped, false) if record.slot.is_none() => Step::Leave,
+        (MachinePhase::Stopped, _) => Step::Leave,
         _ => Step::End,
     }
 }
@@ -56,14 +57,13 @@ impl Manager {
             if record.boot.as_ref().is_some_and(|boot| *boot != self.boot) {
                 record.process = None;
             }
-            let step = step(&record, record.process.is_some_and(Process::is_alive));
+            let step = step(record.phase, record.process.is_some_and(Process::is_alive));
             tracing::info!(machine = %record.id, phase = %record.phase, ?step, "a microVM was found");
             if step == Step::End {
                 if record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused {
                     record.ended = Some("its process ended while no manager ran".to_owned());
                 }
-                // That is what it is, though something of its run may be left.
-                record.phase = MachinePhase::Stopped;
+                record.phase = MachinePhase::Ending;
             }
             // What is taken must be known before any is given.
             if let Some(index) = record.slot {
@@ -125,8 +125,9 @@ impl Manager {
                 self.watch(machine, process);
                 gone_on
             }
+            (Step::Stop, _) => self.stop_locked(machine).await,
             (Step::Remove, _) => self.remove_locked(machine).await,
-            _ => self.end_run(machine, record.ended).await,
+            _ => self.end_run(machine, None).await,
         };
         if let Err(error) = done {
             tracing::error!(machine = %machine.id, ?step, %error, "a microVM that was found could not be taken back; it is tried again");
@@ -170,22 +171,10 @@ impl Manager {
 
 #[cfg(test)]
 mod tests {
-    use emergent_wire::id::InstallationId;
-    use emergent_wire::manager::MachineRequest;
-    use emergent_wire::workspace::ResourceLimits;
-
     use super::*;
 
     #[test]
     fn a_disk_is_removed_only_where_nobody_was_told_of_it() {
-        let request = MachineRequest {
-            installation: InstallationId::generate(),
-            image: "i".into(),
-            limits: ResourceLimits::default(),
-            network: NetworkMode::Nat,
-            snapshot: None,
-        };
-        let mut record = Record::new(WorkspaceId::generate(), request);
         for (phase, lives, expected) in [
             (MachinePhase::Reserved, false, Step::Remove),
             (MachinePhase::Reserved, true, Step::Remove),
@@ -195,16 +184,13 @@ mod tests {
             (MachinePhase::Running, false, Step::End),
             (MachinePhase::Paused, true, Step::GoOn),
             (MachinePhase::Paused, false, Step::End),
+            (MachinePhase::Ending, true, Step::Stop),
+            (MachinePhase::Ending, false, Step::End),
             (MachinePhase::Stopped, false, Step::Leave),
-            (MachinePhase::Stopped, true, Step::End),
             (MachinePhase::Removing, true, Step::Remove),
             (MachinePhase::Removing, false, Step::Remove),
         ] {
-            record.phase = phase;
-            assert_eq!(step(&record, lives), expected, "{phase} {lives}");
+            assert_eq!(step(phase, lives), expected, "{phase} {lives}");
         }
-        record.phase = MachinePhase::Stopped;
-        record.slot = Some(0);
-        assert_eq!(step(&record, false), Step::End);
     }
 }

@@ -59,6 +59,8 @@ remove_microvms() {
         done
     done
 }
+containers=$(docker ps --all --quiet --filter "label=emergent.test=$dir" 2>/dev/null)
+[ -z "$containers" ] || docker rm --force $containers
 for manager in "$dir" "$dir/firecracker"; do [ ! -e "$manager/manager.json" ] || remove_microvms "$manager"; done
 for device in $(losetup --noheadings --output NAME,BACK-FILE | awk -v dir="$dir/" 'index($2, dir) == 1 { print $1 }'); do
     losetup --detach "$device"

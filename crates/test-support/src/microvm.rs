@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use emergent_wire::id::InstallationId;
 use serde_json::{Value, json};
 
 use crate::conformance::cache_dir;
@@ -168,9 +169,6 @@ fn double(directory: &Path) -> Vec<(&'static str, String)> {
         ("FIRECRACKER_BOOT_TIMEOUT_SECONDS", "120".to_owned()),
     ]
 }
-
-/// So many interfaces a manager has made before it needs one.
-pub const INTERFACES_AHEAD: usize = 4;
 
 /// A request to a manager on its socket.
 pub async fn ask_manager(directory: &Path, method: &str, path: &str, body: Option<Value>) -> Answer {
@@ -399,10 +397,22 @@ impl TestManager {
         digest
     }
 
+    /// A request for a small microVM of this manager.
+    pub async fn asked(&self, microvms: &Microvms) -> Value {
+        json!({
+            "installation": InstallationId::generate(),
+            "image": self.image().await,
+            "limits": microvms.small()["resource_limits"],
+            "network": "nat",
+        })
+    }
+
     /// Sends the files of an image, under the path of another if need be.
     pub async fn put_image(&self, path: &str, image: &str) -> Answer {
         let archive = tempfile::NamedTempFile::new().expect("a file");
-        let container = run("docker", &["create", image, "none"]).trim().to_owned();
+        // The janitor removes it if the test does not.
+        let label = format!("emergent.test={}", self.directory.display());
+        let container = run("docker", &["create", "--label", &label, image, "none"]).trim().to_owned();
         run("docker", &["export", "--output", &archive.path().to_string_lossy(), &container]);
         run("docker", &["rm", &container]);
         let token = self.token();

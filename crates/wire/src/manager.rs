@@ -20,6 +20,8 @@ names!(
         Running = "running",
         /// Nothing in it runs for a moment.
         Paused = "paused",
+        /// It is being stopped, or has ended by itself, and what its run has made is being removed.
+        Ending = "ending",
         /// Only its disk is there.
         Stopped = "stopped",
         /// It is being removed.

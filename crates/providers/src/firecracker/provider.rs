@@ -238,7 +238,7 @@ impl WorkspaceProvider for FirecrackerProvider {
                 MachinePhase::Running | MachinePhase::Paused | MachinePhase::Configured => {
                     ObservedState::Running
                 }
-                MachinePhase::Stopped => ObservedState::Stopped,
+                MachinePhase::Ending | MachinePhase::Stopped => ObservedState::Stopped,
                 MachinePhase::Reserved | MachinePhase::Removing => ObservedState::Remains,
             };
             Observed { id: machine.id, state }
