@@ -522,19 +522,25 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     assert_eq!(created["provider"], "gvisor", "{created}");
     server.destroy(created["id"].as_str().unwrap()).await;
     // What could not be removed meanwhile goes when it can: now and then, and when a manager begins.
-    // That one does not wait for it before it answers, nor before it ends.
-    let interfaces = |manager: &TestManager| {
-        manager.leftovers().into_iter().filter(|left| left.starts_with("interface ")).count()
-    };
-    for _ in 0..2 {
-        manager.terminate();
-        assert_eq!(interfaces(&manager), 1);
+    // That one does not wait for it before it answers …
+    let begins = async |manager: &mut TestManager| {
         manager.begin_again(&[]).await;
         let listed = manager.request("GET", "/v1/machines", None).await.ok();
         assert_eq!(listed["machines"][0]["phase"], "removing", "{listed}");
         assert_ne!(left(manager.directory()), Vec::<String>::new());
-        somebody_waits(&manager).await;
-    }
+    };
+    manager.terminate();
+    begins(&mut manager).await;
+    // … nor before it ends.
+    somebody_waits(&manager).await;
+    let given_up = |manager: &TestManager| manager.log().matches("could not be put back").count();
+    let before = given_up(&manager);
+    manager.terminate();
+    assert_eq!(given_up(&manager), before);
+    // But for the one in use, no interface is left, and none is made later.
+    let interfaces = manager.leftovers().into_iter().filter(|left| left.starts_with("interface "));
+    assert_eq!(interfaces.count(), 1);
+    begins(&mut manager).await;
     lock.unlock().unwrap();
     manager.wait_until_recovered().await;
     assert_eq!(left(manager.directory()), Vec::<String>::new());
