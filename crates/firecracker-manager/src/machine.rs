@@ -120,12 +120,13 @@ impl Manager {
             return self.start_locked(&machine).await;
         }
         let created = async {
-            self.reserve(&machine).await?;
+            self.reserve(&machine, MachinePhase::Reserved).await?;
             failpoint!("manager.reserved");
             let (disk, bytes) = (self.records.disk(id), request.limits.disk.bytes());
             let room = self.room.clone();
             on_host("making the disk", move || room.make_disk(&disk, &source, bytes)).await?;
             failpoint!("manager.disk_made");
+            self.note(&machine, |record| record.phase = MachinePhase::Configured).await?;
             self.begin(&machine, begin).await
         };
         match created.await {
@@ -139,8 +140,8 @@ impl Manager {
         }
     }
 
-    /// Gives a microVM a slot, in writing.
-    async fn reserve(&self, machine: &Machine) -> Result<(), ManagerError> {
+    /// Gives a microVM a slot, in writing, and the phase that it has one in.
+    async fn reserve(&self, machine: &Machine, phase: MachinePhase) -> Result<(), ManagerError> {
         if machine.record().slot.is_some() {
             return Ok(());
         }
@@ -158,7 +159,12 @@ impl Manager {
                 ),
             })
         })?;
-        let noted = self.note(machine, |record| record.slot = Some(index)).await;
+        let reserved = |record: &mut Record| {
+            record.slot = Some(index);
+            record.phase = phase;
+            record.ended = None;
+        };
+        let noted = self.note(machine, reserved).await;
         if noted.is_err() {
             self.slots.release(index);
         }
@@ -187,11 +193,8 @@ impl Manager {
             // It has just ended, and nobody has looked after it yet; or an earlier run could not be ended.
             _ => self.end_run(machine, None).await?,
         }
-        let started = async {
-            self.reserve(machine).await?;
-            self.begin(machine, Begin::Boot).await
-        };
-        if let Err(error) = started.await {
+        self.reserve(machine, MachinePhase::Configured).await?;
+        if let Err(error) = self.begin(machine, Begin::Boot).await {
             if let Err(problem) = self.end_run(machine, None).await {
                 tracing::warn!(machine = %machine.id, error = %problem, "what was started could not be ended");
             }
@@ -202,13 +205,7 @@ impl Manager {
 
     /// From a disk and a slot to an agent that answers.
     async fn begin(self: &Arc<Self>, machine: &Arc<Machine>, begin: Begin) -> Result<(), ManagerError> {
-        let id = machine.id;
-        let record = self
-            .note(machine, |record| {
-                record.phase = MachinePhase::Configured;
-                record.ended = None;
-            })
-            .await?;
+        let (id, record) = (machine.id, machine.record());
         failpoint!("manager.configured");
         let index =
             record.slot.ok_or_else(|| ManagerError::WrongState("the microVM has no slot".to_owned()))?;
