@@ -65,7 +65,7 @@ pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
         .enable_all()
         .build()
         .context("can't start the runtime")?;
-    runtime.block_on(async {
+    let result = runtime.block_on(async {
         let stopped = stop_signal()?;
         let on_ready = |url: &str, token: &Path| {
             let token = shell_word(&token.to_string_lossy());
@@ -88,5 +88,8 @@ pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
         .await
         .map_err(|error| anyhow!("{error}"))?;
         Ok(0)
-    })
+    });
+    // What still waits for others, such as the firewall's lock, is done by the next manager.
+    runtime.shutdown_background();
+    result
 }

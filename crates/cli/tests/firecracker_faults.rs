@@ -420,39 +420,84 @@ async fn rules_that_others_take_away_come_back() {
     manager.stop();
 }
 
-#[tokio::test]
-async fn rules_that_another_program_has_locked_are_waited_for() {
-    let microvms = Microvms::find(BINARY);
-    let directory = tempfile::tempdir().unwrap();
-    // Only the older of the two kinds of iptables has a lock: for this manager it is in the place of the other.
-    let program = directory.path().join("manager");
-    let script = format!(
-        "#!/bin/sh\nexec unshare --mount sh -c 'mount --make-rprivate / && \
-         mount --bind /usr/sbin/xtables-legacy-multi /usr/sbin/xtables-nft-multi && exec \"$@\"' sh {BINARY} \"$@\"\n"
-    );
-    std::fs::write(&program, script).unwrap();
-    run("chmod", &["755", program.to_str().unwrap()]);
-    let file = directory.path().join("xtables.lock");
-    let lock = std::fs::File::create(&file).unwrap();
-    let variables = [("XTABLES_LOCKFILE", file.to_str().unwrap())];
-    let mut manager = TestManager::start(&microvms, program.to_str().unwrap(), &variables).await;
-    let url = manager.url();
-    let known = [("FIRECRACKER_MANAGER_URL", url.as_str()), ("EMERGENT_FIRECRACKER", "true")];
-    let server = TestServer::start_with(BINARY, &known).await;
+/// A manager whose firewall rules can be locked: only the older of the two kinds of iptables has a lock, so for this manager
+/// it is in the place of the other.
+struct LockableRules {
+    manager: TestManager,
+    lock: std::fs::File,
+    _directory: tempfile::TempDir,
+}
 
-    // For a while: the microVM is made all the same.
-    let somebody_waits = async |manager: &TestManager| {
-        let waits = || run("sh", &["-c", &format!("pgrep -P {} -c iptables || true", manager.pid())]);
+impl LockableRules {
+    async fn start(microvms: &Microvms) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("manager");
+        let script = format!(
+            "#!/bin/sh\nexec unshare --mount sh -c 'mount --make-rprivate / && \
+             mount --bind /usr/sbin/xtables-legacy-multi /usr/sbin/xtables-nft-multi && exec \"$@\"' sh {BINARY} \"$@\"\n"
+        );
+        std::fs::write(&program, script).unwrap();
+        run("chmod", &["755", program.to_str().unwrap()]);
+        let file = directory.path().join("xtables.lock");
+        let lock = std::fs::File::create(&file).unwrap();
+        let variables = [("XTABLES_LOCKFILE", file.to_str().unwrap())];
+        let manager = TestManager::start(microvms, program.to_str().unwrap(), &variables).await;
+        Self { manager, lock, _directory: directory }
+    }
+
+    fn lock(&self) {
+        self.lock.lock().unwrap();
+    }
+
+    fn unlock(&self) {
+        self.lock.unlock().unwrap();
+    }
+
+    async fn somebody_waits(&self) {
+        let waits = || run("sh", &["-c", &format!("pgrep -P {} -c iptables || true", self.manager.pid())]);
         let begun = Instant::now();
         while waits().trim() == "0" {
             assert!(begun.elapsed() < Duration::from_secs(60), "nobody waits for the lock");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-    };
-    lock.lock().unwrap();
+    }
+
+    /// Waits until a microVM is in a phase, or gone.
+    async fn wait_for(&self, path: &str, phase: &str) -> Value {
+        let begun = Instant::now();
+        loop {
+            let machine = self.manager.request("GET", path, None).await.body;
+            if machine["phase"].as_str().unwrap_or("gone") == phase {
+                return machine;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(100), "it is not {phase}: {machine}");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    fn stop(self, microvms: &Microvms) {
+        microvms.keep_images(self.manager.directory());
+        let own = manager_name(self.manager.directory());
+        self.manager.stop();
+        let rules = run("iptables-legacy-save", &[]) + &run("ip6tables-legacy-save", &[]);
+        assert!(!rules.contains(&own), "{rules}");
+    }
+}
+
+#[tokio::test]
+async fn rules_that_another_program_has_locked_are_waited_for() {
+    let microvms = Microvms::find(BINARY);
+    let rules = LockableRules::start(&microvms).await;
+    let manager = &rules.manager;
+    let url = manager.url();
+    let known = [("FIRECRACKER_MANAGER_URL", url.as_str()), ("EMERGENT_FIRECRACKER", "true")];
+    let server = TestServer::start_with(BINARY, &known).await;
+
+    // For a while: the microVM is made all the same.
+    rules.lock();
     let released = async {
-        somebody_waits(&manager).await;
-        lock.unlock().unwrap();
+        rules.somebody_waits().await;
+        rules.unlock();
     };
     let (id, ()) = tokio::join!(server.create(microvms.small()), released);
     assert_eq!(server.bash(&id, "echo made").await, "made\n");
@@ -462,13 +507,13 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     let path = format!("/v1/machines/{}", WorkspaceId::generate());
     let asked = manager.asked(&microvms).await;
     let first = manager.request("PUT", &path, Some(asked.clone())).await.ok();
-    lock.lock().unwrap();
+    rules.lock();
     let asked_again = async {
-        somebody_waits(&manager).await;
+        rules.somebody_waits().await;
         let released = async {
             // The other request is on its way by then.
             assert_eq!(manager.request("GET", &path, None).await.ok()["phase"], "removing");
-            lock.unlock().unwrap();
+            rules.unlock();
         };
         tokio::join!(manager.request("PUT", &path, Some(asked)), released).0
     };
@@ -477,43 +522,10 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     let again = again.ok();
     assert_eq!(again["phase"], "running");
     assert_ne!(again["pid"], first["pid"]);
+    manager.request("DELETE", &path, None).await.ok();
 
-    // For long: what ended by itself while nobody could look after it is looked after when somebody can.
-    lock.lock().unwrap();
-    run("kill", &["-KILL", &again["pid"].to_string()]);
-    let phase_is = async |expected: &str| {
-        let begun = Instant::now();
-        loop {
-            let machine = manager.request("GET", &path, None).await.body;
-            if machine["phase"] == expected {
-                return machine;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(100), "it is not {expected}: {machine}");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    };
-    phase_is("ending").await;
-    let refused = manager.request("POST", &format!("{path}/start"), None).await;
-    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
-    lock.unlock().unwrap();
-    let stopped = phase_is("stopped").await;
-    assert!(stopped["ended"].as_str().unwrap().contains("its process has ended"), "{stopped}");
-    manager.request("POST", &format!("{path}/start"), None).await.ok();
-
-    // What was to be removed stays that, and goes when it can.
-    lock.lock().unwrap();
-    let refused = manager.request("DELETE", &path, None).await;
-    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
-    assert_eq!(manager.request("GET", &path, None).await.ok()["phase"], "removing");
-    lock.unlock().unwrap();
-    let begun = Instant::now();
-    while manager.request("GET", &path, None).await.status != 404 {
-        assert!(begun.elapsed() < Duration::from_secs(100), "the microVM is still there");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-
-    // It is said to a server, which takes another provider.
-    lock.lock().unwrap();
+    // For long: it is said to a server, which takes another provider.
+    rules.lock();
     let refused = server.request("POST", WORKSPACES, Some(microvms.small())).await;
     assert!(message(&refused).contains("xtables lock"), "{refused:?}");
     let mut asked = microvms.small();
@@ -521,35 +533,61 @@ async fn rules_that_another_program_has_locked_are_waited_for() {
     let created = server.request("POST", WORKSPACES, Some(asked)).await.ok();
     assert_eq!(created["provider"], "gvisor", "{created}");
     server.destroy(created["id"].as_str().unwrap()).await;
-    // What could not be removed meanwhile goes when it can: now and then, and when a manager begins.
-    // That one does not wait for it before it answers …
+    rules.unlock();
+    // What could not be removed meanwhile goes when it can.
+    let begun = Instant::now();
+    while !left(manager.directory()).is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(100), "{:?}", left(manager.directory()));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    server.stop();
+    rules.stop(&microvms);
+}
+
+#[tokio::test]
+async fn what_locked_rules_kept_from_its_end_is_ended_later() {
+    let microvms = Microvms::find(BINARY);
+    let mut rules = LockableRules::start(&microvms).await;
+    let path = format!("/v1/machines/{}", WorkspaceId::generate());
+    let asked = rules.manager.asked(&microvms).await;
+    let made = rules.manager.request("PUT", &path, Some(asked)).await.ok();
+
+    // One that ends by itself.
+    rules.lock();
+    run("kill", &["-KILL", &made["pid"].to_string()]);
+    rules.wait_for(&path, "ending").await;
+    let refused = rules.manager.request("POST", &format!("{path}/start"), None).await;
+    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
+    rules.unlock();
+    let stopped = rules.wait_for(&path, "stopped").await;
+    assert!(stopped["ended"].as_str().unwrap().contains("its process has ended"), "{stopped}");
+    rules.manager.request("POST", &format!("{path}/start"), None).await.ok();
+
+    // One that is to be removed stays that, also for the next manager, which does not wait for it before it answers …
+    rules.lock();
+    let refused = rules.manager.request("DELETE", &path, None).await;
+    assert!(message(&refused).contains("xtables lock"), "{refused:?}");
+    rules.manager.terminate();
     let begins = async |manager: &mut TestManager| {
         manager.begin_again(&[]).await;
-        let listed = manager.request("GET", "/v1/machines", None).await.ok();
-        assert_eq!(listed["machines"][0]["phase"], "removing", "{listed}");
+        assert_eq!(manager.request("GET", &path, None).await.ok()["phase"], "removing");
         assert_ne!(left(manager.directory()), Vec::<String>::new());
     };
-    manager.terminate();
-    begins(&mut manager).await;
+    begins(&mut rules.manager).await;
     // … nor before it ends.
-    somebody_waits(&manager).await;
+    rules.somebody_waits().await;
     let given_up = |manager: &TestManager| manager.log().matches("could not be put back").count();
-    let before = given_up(&manager);
-    manager.terminate();
-    assert_eq!(given_up(&manager), before);
+    let before = given_up(&rules.manager);
+    rules.manager.terminate();
+    assert_eq!(given_up(&rules.manager), before);
     // But for the one in use, no interface is left, and none is made later.
-    let interfaces = manager.leftovers().into_iter().filter(|left| left.starts_with("interface "));
+    let interfaces = rules.manager.leftovers().into_iter().filter(|left| left.starts_with("interface "));
     assert_eq!(interfaces.count(), 1);
-    begins(&mut manager).await;
-    lock.unlock().unwrap();
-    manager.wait_until_recovered().await;
-    assert_eq!(left(manager.directory()), Vec::<String>::new());
-    server.stop();
-    microvms.keep_images(manager.directory());
-    let own = manager_name(manager.directory());
-    manager.stop();
-    let rules = run("iptables-legacy-save", &[]) + &run("ip6tables-legacy-save", &[]);
-    assert!(!rules.contains(&own), "{rules}");
+    begins(&mut rules.manager).await;
+    rules.unlock();
+    rules.manager.wait_until_recovered().await;
+    assert_eq!(left(rules.manager.directory()), Vec::<String>::new());
+    rules.stop(&microvms);
 }
 
 #[tokio::test]

@@ -14,3 +14,21 @@ fn the_descriptions_that_are_checked_in_are_current() {
         );
     }
 }
+
+#[test]
+fn names_are_described_as_they_are_written() {
+    fn check(name: &str, part: &serde_json::Value) {
+        if let Some(names) = part["enum"].as_array() {
+            for text in names.iter().filter_map(|text| text.as_str()) {
+                assert_eq!(text, text.to_lowercase(), "{name}: {part}");
+            }
+        }
+        if let Some(parts) = part.as_object() {
+            parts.values().for_each(|part| check(name, part));
+        }
+        part.as_array().into_iter().flatten().for_each(|part| check(name, part));
+    }
+    for (name, text) in emergent_control_plane::openapi_documents() {
+        check(name, &serde_json::from_str(&text).unwrap());
+    }
+}

@@ -126,9 +126,12 @@ fn guard_of(family: Family) -> Result<&'static str, String> {
     if let Some(guard) = found.get() {
         return Ok(guard);
     }
-    let guard = GUARDS.into_iter().find(|guard| family.has_chain(guard, "FORWARD"));
-    let guard = guard.ok_or("no table of the kernel's firewall can be used")?;
-    Ok(found.get_or_init(|| guard))
+    for guard in GUARDS {
+        if family.has_chain(guard, "FORWARD")? {
+            return Ok(found.get_or_init(|| guard));
+        }
+    }
+    Err("no table of the kernel's firewall can be used".to_owned())
 }
 
 /// A jump from a chain of the kernel's to one of ours.
@@ -256,7 +259,7 @@ impl Rules {
                 for jump in Self::jumps(guard) {
                     let ours = self.packets(&jump);
                     let ours: Vec<&str> = ours.iter().map(String::as_str).collect();
-                    family.remove_jumps(jump.table, jump.parent, &ours, &self.chain(jump.chain));
+                    family.remove_jumps(jump.table, jump.parent, &ours, &self.chain(jump.chain))?;
                 }
                 for table in [guard, FILTER, "mangle", "nat"] {
                     for name in ["fwd", "out", "in", "free", "mss", "nat"] {

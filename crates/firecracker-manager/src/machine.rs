@@ -102,21 +102,17 @@ impl Manager {
     ) -> Result<MachineView, ManagerError> {
         self.check_usable().await?;
         let (source, begin) = self.check_request(&request)?;
-        let (machine, is_new, _operation) = loop {
-            let (machine, is_new) = {
-                let mut machines = self.machines();
-                let is_new = !machines.contains_key(&id);
-                let machine =
-                    machines.entry(id).or_insert_with(|| Machine::new(Record::new(id, request.clone())));
-                (Arc::clone(machine), is_new)
-            };
+        let (machine, _operation) = loop {
+            let new = || Machine::new(Record::new(id, request.clone()));
+            let machine = Arc::clone(self.machines().entry(id).or_insert_with(new));
             let operation = Arc::clone(&machine.operation).lock_owned().await;
             // Else it was being removed, and is made anew.
             if self.has(&machine) {
-                break (machine, is_new, operation);
+                break (machine, operation);
             }
         };
-        if !is_new && machine.record().phase != MachinePhase::Reserved {
+        // Whoever is at it first makes it.
+        if machine.record().phase != MachinePhase::Reserved {
             return self.start_locked(&machine).await;
         }
         let created = async {
@@ -142,9 +138,6 @@ impl Manager {
 
     /// Gives a microVM a slot, in writing, and the phase that it has one in.
     async fn reserve(&self, machine: &Machine, phase: MachinePhase) -> Result<(), ManagerError> {
-        if machine.record().slot.is_some() {
-            return Ok(());
-        }
         let wanted = machine.record().request.limits.memory.bytes();
         let index = self.slots.take(wanted, health::free_memory().unwrap_or(u64::MAX)).map_err(|refused| {
             ManagerError::Full(match refused {
@@ -166,7 +159,12 @@ impl Manager {
         };
         let noted = self.note(machine, reserved).await;
         if noted.is_err() {
-            self.slots.release(index);
+            // It may be written all the same: the slot is this one's until it is written that it is not.
+            let unused = |record: &mut Record| {
+                record.slot = Some(index);
+                record.phase = MachinePhase::Ending;
+            };
+            self.intend(machine, unused).await;
         }
         noted.map(drop)
     }
@@ -181,17 +179,20 @@ impl Manager {
     }
 
     async fn start_locked(self: &Arc<Self>, machine: &Arc<Machine>) -> Result<MachineView, ManagerError> {
+        let lives = machine.record().process.is_some_and(Process::is_alive);
+        if lives {
+            // It could not go on after a copy.
+            self.let_go_on(machine, false).await?;
+        }
         let record = machine.record();
         match record.phase {
-            MachinePhase::Running if record.process.is_some_and(Process::is_alive) => {
-                return Ok(self.view(&record));
-            }
+            MachinePhase::Running if lives => return Ok(self.view(&record)),
             MachinePhase::Stopped => {}
             phase @ (MachinePhase::Reserved | MachinePhase::Removing) => {
                 return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again")));
             }
             // It has just ended, and nobody has looked after it yet; or an earlier run could not be ended.
-            _ => self.end_run(machine, None).await?,
+            _ => self.end_run(machine, Some(self.why_ended(machine))).await?,
         }
         self.reserve(machine, MachinePhase::Configured).await?;
         if let Err(error) = self.begin(machine, Begin::Boot).await {
@@ -379,6 +380,12 @@ impl Manager {
         console::tail(&self.records.of(machine.id).join("console"))
     }
 
+    /// Why a microVM does not run that was not told to end.
+    fn why_ended(&self, machine: &Machine) -> String {
+        let said = self.console_tail(machine).map_or_else(String::new, |text| format!(": {text}"));
+        format!("its process has ended{said}")
+    }
+
     fn told(&self, what: &'static str, machine: &Machine) -> ManagerError {
         let said = self.console_tail(machine);
         ManagerError::failed(what, said.unwrap_or_else(|| "its console says nothing".to_owned()))
@@ -399,10 +406,10 @@ impl Manager {
             };
             let _operation = machine.operation.lock().await;
             if manager.has(&machine) && machine.record().process == Some(process) {
-                let why = manager.console_tail(&machine);
-                let why = why.map_or_else(String::new, |text| format!(": {text}"));
-                let why = format!("its process has ended{why}");
-                tracing::warn!(machine = %machine.id, why, "a microVM has ended");
+                let why = manager.why_ended(&machine);
+                if matches!(machine.record().phase, MachinePhase::Running | MachinePhase::Paused) {
+                    tracing::warn!(machine = %machine.id, why, "a microVM has ended");
+                }
                 if let Err(error) = manager.end_run(&machine, Some(why)).await {
                     tracing::warn!(machine = %machine.id, %error, "what is left of a microVM's run could not be removed");
                 }
@@ -413,12 +420,10 @@ impl Manager {
     /// Ends a run, whatever is left of it: process, jail, control groups, rules, slot. The disk stays, unless the microVM is
     /// to be removed.
     pub(crate) async fn end_run(&self, machine: &Machine, why: Option<String>) -> Result<(), ManagerError> {
-        match machine.record().phase {
-            MachinePhase::Removing => return self.remove_locked(machine).await,
-            // It is known why.
-            MachinePhase::Ending => {}
-            _ => self.note_end(machine, why).await,
+        if machine.record().phase == MachinePhase::Removing {
+            return self.remove_locked(machine).await;
         }
+        self.note_end(machine, why).await;
         self.remove_run(machine).await?;
         let slot = machine.record().slot;
         self.note(machine, |record| {
@@ -466,8 +471,8 @@ impl Manager {
         self.check_known(&machine)?;
         match machine.record().phase {
             MachinePhase::Stopped => {}
-            MachinePhase::Removing => {
-                return Err(ManagerError::WrongState("the microVM is being removed".to_owned()));
+            phase @ (MachinePhase::Reserved | MachinePhase::Removing) => {
+                return Err(ManagerError::WrongState(format!("the microVM is {phase}: try again")));
             }
             _ => self.stop_locked(&machine).await?,
         }
@@ -544,7 +549,11 @@ impl Manager {
         Ok(())
     }
 
+    /// Writes down that a microVM is to end, and why, unless that was known before.
     async fn note_end(&self, machine: &Machine, why: Option<String>) {
+        if machine.record().phase == MachinePhase::Ending {
+            return;
+        }
         self.intend(machine, |record| {
             record.phase = MachinePhase::Ending;
             record.ended.clone_from(&why);
@@ -718,7 +727,10 @@ impl Manager {
         }
         let record = machine.record();
         if !goes_on(&record) {
-            let why = record.ended.unwrap_or_else(|| format!("it is {}", record.phase));
+            let why = record.ended.unwrap_or_else(|| match record.phase {
+                MachinePhase::Running => "its process has ended".to_owned(),
+                phase => format!("it is {phase}"),
+            });
             return Err(ManagerError::WrongState(format!("the microVM does not run: {why}")));
         }
         guest::connect(&self.jails.vsock(id), CONNECT_TIME).await

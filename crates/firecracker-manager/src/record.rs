@@ -3,10 +3,10 @@
 //! ```text
 //!             create            start                  agent answers
 //!  (nothing) ───────▶ reserved ────────▶ configured ───────────────────▶ running ◀──▶ paused
-//!                        │                ▲       │ undone                 │ stop, or it ended
-//!                        │ undone   start │       ▼                        ▼
-//!                        │             stopped ◀──────────────────────── ending
-//!                        ▼                │
+//!                        │                ▲       │                        │
+//!                        │ undone   start │       │ undone                 │ stop, or it ended
+//!                        │                │       ▼                        ▼
+//!                        ▼             stopped ◀─────────────── ending ◀───┘
 //!                     removing ◀──────────┘ (as from every other)
 //! ```
 //!

@@ -19,8 +19,8 @@ pub(crate) const MOST: u32 = 1 << (PREFIX - NETWORK_PREFIX);
 pub(crate) const NETWORK_PREFIX: u8 = 20;
 /// Bits of an address that name a slot's network.
 pub(crate) const PREFIX: u8 = 30;
-/// At most so much of its memory a microVM takes until its agent is ready, in bytes: measured was half of it or a little
-/// more (28 MiB of 192, 42 of 1024, 164 of 4096, 382 of 16384). Its kernel describes all memory that it may have.
+/// At most so much of its memory a microVM takes until its agent is ready, in bytes: measured was 28 MiB of 192, 42 of 1024,
+/// 164 of 4096, 382 of 16384. A kernel takes the more the more it may have, to describe it.
 const fn start_bytes(memory: u64) -> u64 {
     let taken = (64 << 20) + memory / 32;
     if taken < memory { taken } else { memory }

@@ -30,6 +30,8 @@ pub const GUARDS: [&str; 2] = ["security", "mangle"];
 
 /// Who else changes the rules may hold their lock for so long, in seconds.
 const LOCK_SECONDS: &str = "10";
+/// How `iptables` ends when it could not look at the rules: they are locked, or nobody may.
+const COULD_NOT_LOOK: i32 = 4;
 
 /// The rules of one version of the internet protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,21 +88,27 @@ impl Family {
 
     /// Runs one command on a table.
     pub fn run(self, table: &str, arguments: &[&str]) -> Result<(), String> {
+        self.try_run(table, arguments)?
+    }
+
+    /// The same, with what the command itself refused apart from what kept it from looking at the rules.
+    fn try_run(self, table: &str, arguments: &[&str]) -> Result<Result<(), String>, String> {
         let output = command(self.program())
             .args(["-w", LOCK_SECONDS, "-t", table])
             .args(arguments)
             .output()
             .map_err(|error| format!("{} can't be started: {error}", self.program()))?;
         if output.status.success() {
-            return Ok(());
+            return Ok(Ok(()));
         }
         let said = String::from_utf8_lossy(&output.stderr);
-        Err(format!("{} -t {table} {}: {}", self.program(), arguments.join(" "), said.trim()))
+        let said = format!("{} -t {table} {}: {}", self.program(), arguments.join(" "), said.trim());
+        if output.status.code() == Some(COULD_NOT_LOOK) { Err(said) } else { Ok(Err(said)) }
     }
 
     /// Whether there is such a chain.
-    pub fn has_chain(self, table: &str, chain: &str) -> bool {
-        self.run(table, &["-n", "-L", chain]).is_ok()
+    pub fn has_chain(self, table: &str, chain: &str) -> Result<bool, String> {
+        Ok(self.try_run(table, &["-n", "-L", chain])?.is_ok())
     }
 
     /// Puts a jump to our chain before all else in another, unless it is there.
@@ -112,19 +120,26 @@ impl Family {
         self.run(table, &[&["-I", parent, "1"][..], &rule].concat())
     }
 
-    /// Takes our jumps out of another chain.
-    pub fn remove_jumps(self, table: &str, parent: &str, packets: &[&str], chain: &str) {
+    /// Takes our jumps out of another chain, if there is any.
+    pub fn remove_jumps(
+        self,
+        table: &str,
+        parent: &str,
+        packets: &[&str],
+        chain: &str,
+    ) -> Result<(), String> {
         // More than one only if two of us raced.
         for _ in 0..4 {
-            if self.run(table, &[&["-D", parent][..], packets, &["-j", chain]].concat()).is_err() {
-                return;
+            if self.try_run(table, &[&["-D", parent][..], packets, &["-j", chain]].concat())?.is_err() {
+                break;
             }
         }
+        Ok(())
     }
 
     /// Removes a chain of ours, if it is there.
     pub fn remove_chain(self, table: &str, chain: &str) -> Result<(), String> {
-        if self.has_chain(table, chain) {
+        if self.has_chain(table, chain)? {
             self.run(table, &["-F", chain])?;
             self.run(table, &["-X", chain])?;
         }

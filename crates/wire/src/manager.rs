@@ -65,12 +65,12 @@ pub struct Machine {
     pub vcpus: u32,
     /// What it can reach.
     pub network: NetworkMode,
-    /// Its interface on the host, while it runs.
+    /// Its interface on the host, as long as it has one.
     pub interface: Option<String>,
-    /// Its own address, while it runs.
+    /// Its own address, as long as it has one.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub address: Option<Ipv4Addr>,
-    /// The host's process that runs it.
+    /// The host's process that runs it, or did until a moment ago.
     pub pid: Option<i32>,
     /// Why it ended, when it was not told to.
     pub ended: Option<String>,

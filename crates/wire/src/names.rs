@@ -1,8 +1,9 @@
 //! Closed sets of names.
 
-/// A closed set of names that is written the same in JSON, in the database and on the command line.
+/// A closed set of names that is written the same in JSON, in the database and on the command line, and in the description
+/// of the API (whose derive can't read a `literal` of a macro, but reads a `tt`).
 macro_rules! names {
-    ($(#[$doc:meta])* $type:ident { $($(#[$vdoc:meta])* $variant:ident = $text:literal),* $(,)? }) => {
+    ($(#[$doc:meta])* $type:ident { $($(#[$vdoc:meta])* $variant:ident = $text:tt),* $(,)? }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
         #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

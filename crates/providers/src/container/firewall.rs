@@ -64,7 +64,7 @@ impl Firewall {
             guarded?;
             // Where forwarded traffic can be refused before anybody accepts it.
             let users = "DOCKER-USER";
-            let parent = if family.has_chain(FILTER, users) { users } else { "FORWARD" };
+            let parent = if family.has_chain(FILTER, users)? { users } else { "FORWARD" };
             self.ensure_in(family, FILTER, parent)?;
         }
         Ok(())
@@ -85,9 +85,9 @@ impl Firewall {
                 let [forward, input] = self.chains();
                 let ours = ["-i", &self.bridge];
                 for parent in ["DOCKER-USER", "FORWARD"] {
-                    family.remove_jumps(table, parent, &ours, &forward);
+                    family.remove_jumps(table, parent, &ours, &forward)?;
                 }
-                family.remove_jumps(table, "INPUT", &ours, &input);
+                family.remove_jumps(table, "INPUT", &ours, &input)?;
                 family.remove_chain(table, &forward)?;
                 family.remove_chain(table, &input)?;
             }

@@ -222,8 +222,12 @@ impl WorkspaceProvider for FirecrackerProvider {
 
     async fn explain_end(&self, id: WorkspaceId) -> Option<String> {
         match self.machine(id).await {
-            Ok(machine) if machine.phase == MachinePhase::Running => None,
-            Ok(machine) => Some(machine.ended.unwrap_or_else(|| format!("it is {}", machine.phase))),
+            Ok(machine) => match machine.phase {
+                MachinePhase::Running => None,
+                // Without a reason it was told to.
+                MachinePhase::Ending => machine.ended,
+                phase => Some(machine.ended.unwrap_or_else(|| format!("it is {phase}"))),
+            },
             Err(ProviderError::Gone(_)) => Some("its microVM was removed".to_owned()),
             Err(_) => None,
         }
