@@ -111,10 +111,11 @@ impl Manager {
                 break (machine, operation);
             }
         };
-        // Whoever is at it first makes it.
         if machine.record().phase != MachinePhase::Reserved {
             return self.start_locked(&machine).await;
         }
+        // Whoever is at it first makes it, and as he asks.
+        machine.set_record(Record::new(id, request.clone()));
         let created = async {
             self.reserve(&machine, MachinePhase::Reserved).await?;
             failpoint!("manager.reserved");

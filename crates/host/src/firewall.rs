@@ -30,7 +30,7 @@ pub const GUARDS: [&str; 2] = ["security", "mangle"];
 
 /// Who else changes the rules may hold their lock for so long, in seconds.
 const LOCK_SECONDS: &str = "10";
-/// How `iptables` ends when it could not look at the rules: they are locked, or nobody may.
+/// How `iptables` ends when it could not look at the rules: they are locked, or it may not.
 const COULD_NOT_LOOK: i32 = 4;
 
 /// The rules of one version of the internet protocol.
@@ -91,7 +91,7 @@ impl Family {
         self.try_run(table, arguments)?
     }
 
-    /// The same, with what the command itself refused apart from what kept it from looking at the rules.
+    /// The same, with what the command itself refuses apart from rules that are locked.
     fn try_run(self, table: &str, arguments: &[&str]) -> Result<Result<(), String>, String> {
         let output = command(self.program())
             .args(["-w", LOCK_SECONDS, "-t", table])
@@ -103,7 +103,9 @@ impl Family {
         }
         let said = String::from_utf8_lossy(&output.stderr);
         let said = format!("{} -t {table} {}: {}", self.program(), arguments.join(" "), said.trim());
-        if output.status.code() == Some(COULD_NOT_LOOK) { Err(said) } else { Ok(Err(said)) }
+        // Who may not look has made no rules either.
+        let is_locked = output.status.code() == Some(COULD_NOT_LOOK) && !said.contains("Permission denied");
+        if is_locked { Err(said) } else { Ok(Err(said)) }
     }
 
     /// Whether there is such a chain.
