@@ -1,7 +1,8 @@
 //! The audit log: one row for each tool call or action, in a hash chain ([`audit_chain`](crate::audit_chain)).
 //!
 //! Rows are numbered without a gap and are appended by one transaction at a time; the head of the chain, in the
-//! settings, changes in the same transaction. Nothing here changes or removes a row.
+//! settings, changes in the same transaction. Nothing here changes or removes a row; retention removes the oldest
+//! ([`audit_retention`](crate::audit_retention)).
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,11 +11,11 @@ use std::sync::OnceLock;
 use chrono::{DateTime, Utc};
 use emergent_wire::id::SessionId;
 use emergent_wire::{TokenId, WorkspaceId};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sqlx::types::Json;
 
-use crate::audit_chain::{AuditFault, BrokenAudit, ChainedRow, Head, exact_numbers};
+use crate::audit_chain::{AuditAnchor, AuditFault, BrokenAudit, ChainedRow, Head, exact_numbers};
 use crate::db::{Db, Lock, finish, in_transaction, reading};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
@@ -24,7 +25,9 @@ use crate::types::{DbRow, DbTime, DbUuid, Reader, clean, clean_json};
 
 const TABLE: &str = "tool_audit";
 /// The setting that holds the head of the chain.
-const HEAD: &str = "audit_head";
+pub(crate) const HEAD: &str = "audit_head";
+/// The setting that holds the last row that retention removed.
+pub(crate) const ANCHOR: &str = "audit_anchor";
 /// How many rows one statement inserts, largest first: each statement wakes another thread or goes over the network.
 const ROWS_AT_ONCE: [usize; 3] = [16, 4, 1];
 /// How many rows `verify_audit` holds in memory.
@@ -36,9 +39,10 @@ macro_rules! columns {
          request, request_id, prev_hash, hash"
     };
 }
+pub(crate) use columns;
 
 /// How an audited call ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AuditOutcome {
     /// It did what was asked.
@@ -78,7 +82,7 @@ impl FromStr for AuditOutcome {
 }
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AuditEntry {
     /// When it began.
     pub at: DateTime<Utc>,
@@ -105,7 +109,7 @@ pub struct AuditEntry {
 }
 
 /// A row of the audit log.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AuditRecord {
     /// Its number; the first is 1.
     pub seq: u64,
@@ -174,15 +178,15 @@ fn insert_of(rows: usize) -> &'static str {
     })
 }
 
-struct AuditRow {
-    seq: u64,
-    entry: AuditEntry,
+pub(crate) struct AuditRow {
+    pub(crate) seq: u64,
+    pub(crate) entry: AuditEntry,
     prev_hash: Vec<u8>,
     hash: Vec<u8>,
 }
 
 impl AuditRow {
-    fn from_row(row: &impl DbRow) -> Result<Self> {
+    pub(crate) fn from_row(row: &impl DbRow) -> Result<Self> {
         let seq = Reader::with_key(row, TABLE, "(unknown)").unsigned("seq")?;
         let row = Reader::with_key(row, TABLE, seq);
         let entry = AuditEntry {
@@ -201,7 +205,23 @@ impl AuditRow {
         Ok(Self { seq, entry, prev_hash: row.bytes("prev_hash")?, hash: row.bytes("hash")? })
     }
 
-    fn into_record(self) -> AuditRecord {
+    /// Reads the row that should follow `head`.
+    pub(crate) fn following(head: Head, row: &impl DbRow) -> Result<Self> {
+        Self::from_row(row).map_err(|error| match error {
+            // A value that this program never writes is a change like any other.
+            StoreError::Corrupt { .. } => {
+                StoreError::AuditBroken(BrokenAudit { seq: head.seq + 1, fault: AuditFault::Changed })
+            }
+            other => other,
+        })
+    }
+
+    pub(crate) fn check(&self, head: Head) -> std::result::Result<Head, BrokenAudit> {
+        let Self { seq, entry, prev_hash, hash } = self;
+        head.check(&ChainedRow { seq: *seq, entry, prev_hash, hash })
+    }
+
+    pub(crate) fn into_record(self) -> AuditRecord {
         AuditRecord {
             seq: self.seq,
             entry: self.entry,
@@ -215,25 +235,48 @@ impl AuditRow {
 macro_rules! recorded_head {
     ($connection:expr) => {{
         let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
-            .bind(HEAD)
+            .bind($crate::audit::HEAD)
             .fetch_optional(&mut *$connection)
             .await?;
-        match row {
-            None => None,
-            Some(row) => {
-                let text = settings::value(&row, HEAD)?;
-                let head = Head::from_text(&text);
-                Some(head.ok_or_else(|| settings::corrupt(HEAD, "it is not a row number and a hash".into()))?)
-            }
-        }
+        row.map(|row| $crate::audit::read_head(&row)).transpose()?
     }};
+}
+
+/// The recorded anchor.
+macro_rules! recorded_anchor {
+    ($connection:expr) => {{
+        let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
+            .bind($crate::audit::ANCHOR)
+            .fetch_optional(&mut *$connection)
+            .await?;
+        row.map(|row| $crate::audit::read_anchor(&row)).transpose()?
+    }};
+}
+
+/// The head that the first kept row follows.
+macro_rules! recorded_start {
+    ($connection:expr) => {
+        recorded_anchor!($connection).as_ref().and_then(AuditAnchor::head).unwrap_or(Head::EMPTY)
+    };
+}
+pub(crate) use {recorded_anchor, recorded_head, recorded_start};
+
+pub(crate) fn read_head(row: &impl DbRow) -> Result<Head> {
+    let head = Head::from_text(&settings::value(row, HEAD)?);
+    head.ok_or_else(|| settings::corrupt(HEAD, "it is not a row number and a hash".into()))
+}
+
+pub(crate) fn read_anchor(row: &impl DbRow) -> Result<AuditAnchor> {
+    let anchor = AuditAnchor::from_text(&settings::value(row, ANCHOR)?);
+    anchor.ok_or_else(|| settings::corrupt(ANCHOR, "it is not a row number, a hash and a time".into()))
 }
 
 /// Goes through the whole log.
 macro_rules! verify_chain {
     ($connection:expr) => {{
         let recorded = recorded_head!($connection);
-        let mut head = Head::EMPTY;
+        let start = recorded_start!($connection);
+        let mut head = start;
         // From the very first: a row 0 or -1 would be somebody else's.
         let mut after = i64::MIN;
         loop {
@@ -247,25 +290,19 @@ macro_rules! verify_chain {
             .fetch_all(&mut *$connection)
             .await?;
             if rows.is_empty() {
-                break head.check_end(recorded).map_err(StoreError::AuditBroken);
+                let end = head.check_end(recorded);
+                break end.map_err(|broken| StoreError::AuditBroken(broken.after_start(start)));
             }
-            head = check_rows(head, &rows)?;
+            head = check_rows(start, head, &rows)?;
             after = i64::try_from(head.seq).unwrap_or(i64::MAX);
         }
     }};
 }
 
-fn check_rows(mut head: Head, rows: &[impl DbRow]) -> Result<Head> {
+fn check_rows(start: Head, mut head: Head, rows: &[impl DbRow]) -> Result<Head> {
     for row in rows {
-        let row = AuditRow::from_row(row).map_err(|error| match error {
-            // A value that this program never writes is a change like any other.
-            StoreError::Corrupt { .. } => {
-                StoreError::AuditBroken(BrokenAudit { seq: head.seq + 1, fault: AuditFault::Changed })
-            }
-            other => other,
-        })?;
-        let row = ChainedRow { seq: row.seq, entry: &row.entry, prev_hash: &row.prev_hash, hash: &row.hash };
-        head = head.check(&row).map_err(StoreError::AuditBroken)?;
+        let checked = AuditRow::following(head, row)?.check(head);
+        head = checked.map_err(|broken| StoreError::AuditBroken(broken.after_start(start)))?;
     }
     Ok(head)
 }
@@ -322,8 +359,9 @@ impl Store {
         })
     }
 
-    /// Reads the whole log and gives the number of its rows, or [`StoreError::AuditBroken`] with the first row
-    /// that is not as it was written. Rows that are appended meanwhile are not looked at.
+    /// Reads the whole log and gives the number of its last row, which counts the rows that retention removed too,
+    /// or [`StoreError::AuditBroken`] with the first row that is not as it was written. Rows that are appended
+    /// meanwhile are not looked at.
     pub async fn verify_audit(&self) -> Result<u64> {
         match self.db() {
             Db::Sqlite { read, .. } => {

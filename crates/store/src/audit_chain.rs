@@ -8,9 +8,16 @@
 //! sequence number and hash of the last row, the head, are kept outside the table; so a row that was changed,
 //! removed, put elsewhere or cut off the end is found. Whoever can write the whole database can also compute a
 //! new chain: to notice that, keep a copy of the head elsewhere.
+//!
+//! Retention removes rows from the begin of the log. The sequence number and hash of the last removed row, the
+//! *anchor*, are kept outside the table too: the chain begins there, so the first kept row must name the anchor's
+//! hash as its `prev_hash`. Exports of the removed rows end at the anchor
+//! ([`ExportVerifier`](crate::ExportVerifier)).
 
 use std::fmt;
 
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -43,6 +50,8 @@ pub enum AuditFault {
     Beyond,
     /// The recorded end of the log is missing or not the last row's.
     WrongHead,
+    /// The row does not follow the last row that retention removed: the anchor was changed, or the row was.
+    WrongAnchor,
 }
 
 impl fmt::Display for AuditFault {
@@ -54,6 +63,7 @@ impl fmt::Display for AuditFault {
             Self::CutOff => "it and all rows after it are missing",
             Self::Beyond => "it is beyond the recorded end of the log",
             Self::WrongHead => "the recorded end of the log does not belong to it",
+            Self::WrongAnchor => "it does not follow the recorded last row that retention removed",
         })
     }
 }
@@ -82,10 +92,9 @@ impl Head {
 
     pub(crate) fn from_text(text: &str) -> Option<Self> {
         let (seq, digits) = text.split_once(':')?;
-        let mut hash = [0; 32];
-        hex::decode_to_slice(digits, &mut hash).ok()?;
-        let seq = seq.parse().ok()?;
-        Some(Self { seq, hash })
+        // The column is signed.
+        let seq = seq.parse().ok().filter(|seq| *seq < i64::MAX.unsigned_abs())?;
+        Some(Self { seq, hash: parse_hash(digits)? })
     }
 
     /// Checks the next row of the log against the rows before it.
@@ -115,6 +124,57 @@ impl Head {
             head => broken(head.seq + 1, AuditFault::Beyond),
         }
     }
+}
+
+impl BrokenAudit {
+    /// Blames the anchor when the first row after `start` does not follow it.
+    pub(crate) fn after_start(self, start: Head) -> Self {
+        let is_link = !matches!(self.fault, AuditFault::Missing | AuditFault::Changed | AuditFault::CutOff);
+        if start.seq > 0 && self.seq <= start.seq + 1 && is_link {
+            return Self { fault: AuditFault::WrongAnchor, ..self };
+        }
+        self
+    }
+}
+
+/// Where the kept part of the log begins: the last row that retention removed. Rows are numbered from 1, so `seq`
+/// is also the number of rows that were removed in all.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AuditAnchor {
+    /// The number of that row.
+    pub seq: u64,
+    /// Its hash, in hexadecimal.
+    pub hash: String,
+    /// When it was removed.
+    pub at: DateTime<Utc>,
+}
+
+impl AuditAnchor {
+    pub(crate) fn new(head: Head, at: DateTime<Utc>) -> Self {
+        Self { seq: head.seq, hash: hex::encode(head.hash), at }
+    }
+
+    /// The head that the kept rows follow; none if the hash is no hash.
+    pub(crate) fn head(&self) -> Option<Head> {
+        Some(Head { seq: self.seq, hash: parse_hash(&self.hash)? })
+    }
+
+    pub(crate) fn to_text(&self) -> String {
+        format!("{}:{}:{}", self.seq, self.hash, self.at.timestamp_micros())
+    }
+
+    pub(crate) fn from_text(text: &str) -> Option<Self> {
+        let (head, micros) = text.rsplit_once(':')?;
+        let at = DateTime::from_timestamp_micros(micros.parse().ok()?)?;
+        Some(Self::new(Head::from_text(head)?, at))
+    }
+}
+
+/// Reads a hash in hexadecimal.
+pub(crate) fn parse_hash(digits: &str) -> Option<Hash> {
+    let mut hash = [0; 32];
+    hex::decode_to_slice(digits, &mut hash).ok()?;
+    Some(hash)
 }
 
 /// A row as it was found in the log.

@@ -35,6 +35,8 @@ pub(crate) enum Lock {
     Audit,
     /// Count the spares and add one.
     Pool,
+    /// Count the usable admin tokens and revoke one.
+    Tokens,
     /// The rows that the transaction touches are protection enough.
     None,
 }
@@ -48,6 +50,7 @@ impl Lock {
             Lock::WorkspaceLimit => Some(BASE + 2),
             Lock::Audit => Some(BASE + 3),
             Lock::Pool => Some(BASE + 4),
+            Lock::Tokens => Some(BASE + 5),
             Lock::None => None,
         }
     }

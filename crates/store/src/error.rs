@@ -57,6 +57,31 @@ pub enum StoreError {
     /// The token is not accepted.
     #[error("the access token is {0}")]
     TokenRefused(TokenRefusal),
+    /// Revoking this token would leave no admin token.
+    #[error(
+        "token {name} is the last usable admin token: create another admin token first, then revoke this one"
+    )]
+    LastAdminToken {
+        /// Its name.
+        name: String,
+    },
+    /// An idempotency key that no client may send.
+    #[error("the idempotency key is empty or over 255 bytes")]
+    BadIdempotencyKey,
+    /// An idempotency key was sent before with another request.
+    #[error(
+        "the idempotency key was used for another request: send the request with another key, or repeat the first \
+         request exactly"
+    )]
+    IdempotencyKeyReused,
+    /// A token has too many idempotency keys.
+    #[error(
+        "the token has used {limit} idempotency keys in 24 hours: send the request without a key, or wait"
+    )]
+    TooManyIdempotencyKeys {
+        /// The limit.
+        limit: u32,
+    },
     /// The audit log is not what was written.
     #[error("the audit log is broken")]
     AuditBroken(#[source] BrokenAudit),

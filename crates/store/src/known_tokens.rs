@@ -1,24 +1,27 @@
 //! Tokens that were verified a moment ago, so that not every request asks the database.
 //!
 //! Whatever takes a token away through this store empties the memory. Another server on the same PostgreSQL database
-//! can take one away as well: there a token is remembered for a second only.
+//! can take one away as well: there a token is remembered for a moment only.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::access::Token;
+use tokio::sync::watch;
 
 /// As precise as the time of a token's last use.
 pub(crate) const ALONE: TimeDelta = TimeDelta::minutes(1);
 /// Where other servers may revoke.
-pub(crate) const SHARED: TimeDelta = TimeDelta::seconds(1);
+pub(crate) const SHARED: TimeDelta = TimeDelta::milliseconds(400);
 /// More are not remembered: then all are forgotten.
 const MOST: usize = 1024;
 
 pub(crate) struct KnownTokens {
     kept_for: TimeDelta,
     state: Mutex<State>,
+    /// Tells that tokens were taken away.
+    taken_away: watch::Sender<()>,
 }
 
 #[derive(Default)]
@@ -35,7 +38,7 @@ struct Known {
 
 impl KnownTokens {
     pub(crate) fn new(kept_for: TimeDelta) -> Self {
-        Self { kept_for, state: Mutex::default() }
+        Self { kept_for, state: Mutex::default(), taken_away: watch::Sender::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -73,6 +76,13 @@ impl KnownTokens {
         let mut state = self.state();
         state.changes += 1;
         state.tokens.clear();
+        drop(state);
+        self.taken_away.send_replace(());
+    }
+
+    /// Changes each time that tokens were taken away through this store.
+    pub(crate) fn watch(&self) -> watch::Receiver<()> {
+        self.taken_away.subscribe()
     }
 }
 

@@ -8,14 +8,17 @@
 //! - What a call has answered is on disk: neither `kill -9` nor a power cut takes it back.
 //! - A change that depends on what was there before (the concurrency limit, a change of status, the audit
 //!   chain) is one transaction, so it holds however many callers come at once.
-//! - No secret is stored in the clear: tokens are hashed, environments are sealed ([`seal`]).
+//! - No secret is stored in the clear: tokens are hashed, environments are sealed ([`seal`]), git URLs carry none.
 //! - Every statement is bounded in time.
 
 mod audit;
 mod audit_chain;
+mod audit_export;
+mod audit_retention;
 mod db;
 mod error;
 mod expiry;
+mod idempotency;
 mod known_tokens;
 mod migrate;
 mod open;
@@ -25,14 +28,21 @@ mod servers;
 mod settings;
 mod snapshots;
 mod spares;
+mod stored_credentials;
 mod tokens;
 mod types;
 mod workspace_rows;
 mod workspaces;
 
 pub use audit::{AuditEntry, AuditFilter, AuditOutcome, AuditPage, AuditRecord};
-pub use audit_chain::{AuditFault, BrokenAudit};
+pub use audit_chain::{AuditAnchor, AuditFault, BrokenAudit};
+pub use audit_export::{BrokenExport, ExportFault, ExportSummary, ExportVerifier, verify_export};
+pub use audit_retention::{AuditCut, AuditRange};
 pub use error::{Result, StoreError};
+pub use idempotency::{
+    Begun, EarlierRequest, IDEMPOTENCY_KEY_LIFETIME, IdempotencyStatus, IdempotentRequest,
+    MAX_IDEMPOTENCY_KEY_BYTES, MAX_IDEMPOTENCY_KEYS,
+};
 pub use migrate::SCHEMA_VERSION;
 pub use open::{Store, StoreConfig};
 pub use seal::{SealError, SealingKey};

@@ -5,7 +5,8 @@
 //! lock). The checksum of each applied one is recorded: a database from another build, or from a newer
 //! program, is refused before anything is touched.
 //!
-//! They are written once, in PostgreSQL's words; [`for_sqlite`] turns them into SQLite's.
+//! They are written once, in PostgreSQL's words; [`for_sqlite`] turns them into SQLite's. One that changes data in a
+//! way that SQL can't has a step in Rust, which runs after its SQL in the same transaction.
 
 use std::collections::BTreeMap;
 
@@ -14,6 +15,7 @@ use sqlx::{AssertSqlSafe, Connection, PgConnection, SqliteConnection};
 
 use crate::db::{Lock, finish};
 use crate::error::{Result, StoreError};
+use crate::stored_credentials::remove_stored_credentials;
 use crate::types::{DbRow, Reader};
 
 struct Migration {
@@ -21,11 +23,16 @@ struct Migration {
     sql: &'static str,
 }
 
+/// The migration whose step in Rust removes credentials from stored git URLs.
+const GIT_CREDENTIALS: i64 = 5;
+
 const MIGRATIONS: &[Migration] = &[
     Migration { version: 1, sql: include_str!("../migrations/0001_initial.sql") },
     Migration { version: 2, sql: include_str!("../migrations/0002_lifecycle.sql") },
     Migration { version: 3, sql: include_str!("../migrations/0003_mcp.sql") },
     Migration { version: 4, sql: include_str!("../migrations/0004_memory_snapshots.sql") },
+    Migration { version: GIT_CREDENTIALS, sql: include_str!("../migrations/0005_git_credentials.sql") },
+    Migration { version: 6, sql: include_str!("../migrations/0006_idempotency_keys.sql") },
 ];
 
 /// The schema version that this program works with.
@@ -53,6 +60,11 @@ pub(crate) async fn sqlite(connection: &mut SqliteConnection) -> Result<()> {
             .await?;
         for migration in missing(&rows)? {
             sqlx::raw_sql(AssertSqlSafe(for_sqlite(migration.sql))).execute(&mut *connection).await?;
+            if migration.version == GIT_CREDENTIALS {
+                // Otherwise the old values stay readable in the free space of the file's pages.
+                sqlx::raw_sql("PRAGMA secure_delete = ON").execute(&mut *connection).await?;
+                remove_stored_credentials!(connection);
+            }
             sqlx::query("INSERT INTO schema_migrations (version, checksum) VALUES ($1, $2)")
                 .bind(migration.version)
                 .bind(migration.checksum())
@@ -92,6 +104,11 @@ pub(crate) async fn postgres(connection: &mut PgConnection) -> Result<()> {
             .await?;
         for migration in missing(&rows)? {
             sqlx::raw_sql(migration.sql).execute(&mut *connection).await?;
+            if migration.version == GIT_CREDENTIALS {
+                sqlx::raw_sql("SET LOCAL search_path TO kb, core").execute(&mut *connection).await?;
+                remove_stored_credentials!(connection);
+                sqlx::raw_sql("SET LOCAL search_path TO DEFAULT").execute(&mut *connection).await?;
+            }
             sqlx::query("INSERT INTO core.schema_migrations (version, checksum) VALUES ($1, $2)")
                 .bind(migration.version)
                 .bind(migration.checksum())
@@ -216,6 +233,8 @@ mod tests {
                 "e3a9ae6f1746e4c42dfd57ae1f294d967296c64af1b8c91a682c48a754b88bc9",
                 "805e3acead371f4b92c024172d3e9715f535c50321c5ee1c9795eb0b6dce312c",
                 "240606f018aaa5a8ed70846ddbfa7c38b123c7b68a48c426994ad3487296682e",
+                "e73c92bc8134281a88560a065105c0cdf2c8e23d372c5aeb32ed7334b52c692d",
+                "da5aeebbe4ed2e97b5994bf03f62b60d6d94c216cc2aaae2891e2ed290b9c4ac",
             ]
         );
     }

@@ -3,6 +3,10 @@
 //! A secret is `emt_` and 32 random bytes in hexadecimal. The database has its SHA-256 only; with 256 random
 //! bits there is nothing to guess, so a slow hash would only slow down every request. The row is found by the
 //! hash, and the hash compared in constant time.
+//!
+//! Invariant: no call revokes the last usable admin token. A token is usable while it is neither revoked nor
+//! expired. Without a usable one nobody could create the next, and the installation would be locked. Calls that
+//! revoke take [`Lock::Tokens`], so two of them can't each count on the token that the other one revokes.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::access::{CreateToken, CreatedToken, Token, TokenScope};
@@ -75,53 +79,78 @@ impl TokenRow {
     }
 }
 
+/// Writes the row of a new token, or says that its name is in use.
+macro_rules! insert_token {
+    ($connection:expr, $new:expr, $now:expr) => {{
+        let (request, now): (&CreateToken, DateTime<Utc>) = ($new.request, $now);
+        let row = sqlx::query(concat!(
+            "INSERT INTO access_tokens (id, name, scope, workspace_id, secret_hash, created_at, expires_at)
+             VALUES ($1, $2, $3, $4, $5, $6, $7)
+             ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING RETURNING ",
+            columns!()
+        ))
+        .bind(DbUuid($new.id.0))
+        .bind(clean(&request.name))
+        .bind(if request.workspace_id.is_some() { "workspace" } else { "admin" })
+        .bind(request.workspace_id.map(|id| DbUuid(id.0)))
+        .bind(hash(&$new.secret))
+        .bind(DbTime::new(now))
+        .bind(expiry(now, request.ttl_seconds).map(DbTime::new))
+        .fetch_optional(&mut *$connection)
+        .await?;
+        match row {
+            Some(row) => Ok(TokenRow::from_row(&row)?.token),
+            None => Err(StoreError::Conflict { kind: "token named", name: request.name.clone() }),
+        }
+    }};
+}
+
 impl Store {
     /// Makes a token. Its secret is in the answer and nowhere else. A name is free again once its token is
     /// revoked or expired.
     pub async fn create_token(&self, request: &CreateToken, now: DateTime<Utc>) -> Result<CreatedToken> {
-        let secret = format!("{TOKEN_PREFIX}{}", hex::encode(random::<32>()));
-        let scope = if request.workspace_id.is_some() { "workspace" } else { "admin" };
-        let id = TokenId::generate();
-        let now_ = DbTime::new(now);
-        let expires_at = expiry(now, request.ttl_seconds).map(DbTime::new);
+        let new = NewToken::generate(request);
         let created = in_transaction!(self.db(), Lock::None, |connection| {
             sqlx::query(
                 "UPDATE access_tokens SET revoked_at = $2
                  WHERE name = $1 AND revoked_at IS NULL AND expires_at <= $2",
             )
             .bind(clean(&request.name))
-            .bind(now_)
+            .bind(DbTime::new(now))
             .execute(&mut *connection)
             .await?;
-            let row = sqlx::query(concat!(
-                "INSERT INTO access_tokens (id, name, scope, workspace_id, secret_hash, created_at, expires_at)
-                 VALUES ($1, $2, $3, $4, $5, $6, $7)
-                 ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING RETURNING ",
+            insert_token!(connection, new, now)
+        });
+        new.created(created)
+    }
+
+    /// Makes a token in place of the one with the same name, if there is one, which is revoked in the same
+    /// transaction. An admin token can only be replaced by an admin token.
+    ///
+    /// This is how the server renews its own token at start: [`Store::revoke_token`] would refuse to revoke it
+    /// first if it is the last one, and the name is not free before.
+    pub async fn replace_token(&self, request: &CreateToken, now: DateTime<Utc>) -> Result<CreatedToken> {
+        let new = NewToken::generate(request);
+        let created = in_transaction!(self.db(), Lock::Tokens, |connection| {
+            let rows = sqlx::query(concat!(
+                "UPDATE access_tokens SET revoked_at = $2 WHERE name = $1 AND revoked_at IS NULL RETURNING ",
                 columns!()
             ))
-            .bind(DbUuid(id.0))
             .bind(clean(&request.name))
-            .bind(scope)
-            .bind(request.workspace_id.map(|id| DbUuid(id.0)))
-            .bind(hash(&secret))
-            .bind(now_)
-            .bind(expires_at)
-            .fetch_optional(&mut *connection)
+            .bind(DbTime::new(now))
+            .fetch_all(&mut *connection)
             .await?;
-            match row {
-                Some(row) => Ok(TokenRow::from_row(&row)?.token),
-                None => Err(StoreError::Conflict { kind: "token named", name: request.name.clone() }),
+            for row in &rows {
+                let old = TokenRow::from_row(row)?.token;
+                if old.scope == TokenScope::Admin && request.workspace_id.is_some() {
+                    let name = request.name.clone();
+                    return Err(StoreError::Conflict { kind: "admin token named", name });
+                }
             }
+            insert_token!(connection, new, now)
         });
-        let token = created.map_err(|error| match (error, request.workspace_id) {
-            (StoreError::Database(sqlx::Error::Database(error)), Some(workspace))
-                if error.is_foreign_key_violation() =>
-            {
-                StoreError::no_workspace(workspace)
-            }
-            (error, _) => error,
-        })?;
-        Ok(CreatedToken { token, secret })
+        self.known_tokens().forget();
+        new.created(created)
     }
 
     /// The token with this secret, if it is accepted at `now`.
@@ -164,6 +193,30 @@ impl Store {
         Ok(found.token)
     }
 
+    /// Waits until a token that was verified can't be used any more: it was revoked, or its time is over.
+    pub async fn token_ended(&self, secret: &str, token: &Token) {
+        /// How often it is looked for what another server has revoked.
+        const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(400);
+        let mut taken_away = self.known_tokens().watch();
+        loop {
+            let left = token.expires_at.map(|end| (end - Utc::now()).to_std().unwrap_or_default());
+            let pause = left.into_iter().chain(self.is_shared().then_some(LOOK_EVERY)).min();
+            let next = async {
+                match pause {
+                    Some(pause) => tokio::time::sleep(pause).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                changed = taken_away.changed() => if changed.is_err() { return },
+                () = next => {}
+            }
+            if let Err(StoreError::TokenRefused(_)) = self.verify_token(secret, Utc::now()).await {
+                return;
+            }
+        }
+    }
+
     async fn note_use(&self, id: TokenId, now: DateTime<Utc>, due: DateTime<Utc>) -> Result<()> {
         writing!(self.db(), |connection| {
             sqlx::query(
@@ -193,22 +246,67 @@ impl Store {
         })
     }
 
-    /// Revokes a token: it is refused from now on.
+    /// Revokes a token: it is refused from now on. The last usable admin token is not revoked
+    /// ([`StoreError::LastAdminToken`]).
     pub async fn revoke_token(&self, id: TokenId, now: DateTime<Utc>) -> Result<()> {
-        let revoked = writing!(self.db(), |connection| {
-            sqlx::query("UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL")
-                .bind(DbUuid(id.0))
+        let revoked = in_transaction!(self.db(), Lock::Tokens, |connection| {
+            let row = sqlx::query(concat!(
+                "UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(id.0))
+            .bind(DbTime::new(now))
+            .fetch_optional(&mut *connection)
+            .await?;
+            let Some(row) = row else {
+                let (kind, id) = ("token", id.to_string());
+                return Err(StoreError::NotFound { kind, id });
+            };
+            let token = TokenRow::from_row(&row)?.token;
+            let is_usable = token.expires_at.is_none_or(|end| end > now);
+            if token.scope == TokenScope::Admin && is_usable {
+                let others: i64 = sqlx::query_scalar(
+                    "SELECT COUNT(*) FROM access_tokens
+                     WHERE scope = 'admin' AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > $1)",
+                )
                 .bind(DbTime::new(now))
-                .execute(&mut *connection)
-                .await?
-                .rows_affected()
+                .fetch_one(&mut *connection)
+                .await?;
+                if others == 0 {
+                    // An error rolls the transaction back, and the revocation with it.
+                    return Err(StoreError::LastAdminToken { name: token.name });
+                }
+            }
+            Ok(())
         });
         self.known_tokens().forget();
-        if revoked == 0 {
-            let (kind, id) = ("token", id.to_string());
-            return Err(StoreError::NotFound { kind, id });
-        }
-        Ok(())
+        revoked
+    }
+}
+
+/// A token that is about to be made.
+struct NewToken<'a> {
+    request: &'a CreateToken,
+    id: TokenId,
+    secret: String,
+}
+
+impl<'a> NewToken<'a> {
+    fn generate(request: &'a CreateToken) -> Self {
+        let secret = format!("{TOKEN_PREFIX}{}", hex::encode(random::<32>()));
+        Self { request, id: TokenId::generate(), secret }
+    }
+
+    fn created(self, inserted: Result<Token>) -> Result<CreatedToken> {
+        let token = inserted.map_err(|error| match (error, self.request.workspace_id) {
+            (StoreError::Database(sqlx::Error::Database(error)), Some(workspace))
+                if error.is_foreign_key_violation() =>
+            {
+                StoreError::no_workspace(workspace)
+            }
+            (error, _) => error,
+        })?;
+        Ok(CreatedToken { token, secret: self.secret })
     }
 }
 

@@ -83,6 +83,8 @@ error_codes! {
     SandboxLost = "sandbox_lost", 502;
     /// Not now; retry later.
     Unavailable = "unavailable", 503;
+    /// The host's disk has no room for this; free some, then retry.
+    HostDiskFull = "host_disk_full", 507;
     /// A deadline passed before the provider or the tool answered.
     DeadlineExceeded = "deadline_exceeded", 504;
     /// The caller cancelled the call.

@@ -30,6 +30,14 @@ names!(
         UsageHigh = "usage.high",
         /// A workspace no longer uses more than 80 % of a limit.
         UsageNormal = "usage.normal",
+        /// A file system of a workspace had errors and was mended.
+        DiskMended = "workspace.disk_mended",
+        /// The host's disk is nearly full.
+        HostDiskLow = "host.disk_low",
+        /// The host's disk is full: nothing that needs room is begun, and workspaces that write much are stopped.
+        HostDiskFull = "host.disk_full",
+        /// The host's disk has room again.
+        HostDiskNormal = "host.disk_normal",
         /// A provider works.
         ProviderHealthy = "provider.healthy",
         /// A provider does not work.

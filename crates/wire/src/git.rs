@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
+use crate::git_url::check_repository;
 use crate::tools::check_path;
 
 /// What git shall do.
@@ -32,7 +33,7 @@ pub struct GitRequest {
     /// The repository's directory (clone: where to put it); `/workspace` unless given.
     #[serde(default, alias = "file_path", skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// clone: what to clone (http, https, file or an absolute path).
+    /// clone: what to clone (a git URL without credentials, or an absolute path in the sandbox).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub repository_url: Option<String>,
     /// clone, checkout, push, pull: a branch, tag or commit. branch: the branch to make or delete.
@@ -59,7 +60,7 @@ pub struct GitRequest {
     /// branch: delete `branch` (it must be merged).
     #[serde(default)]
     pub delete: bool,
-    /// push, pull: the remote; `origin` unless given.
+    /// push, pull: the remote's name, or where it is as for `repository_url`; `origin` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<String>,
 }
@@ -200,12 +201,7 @@ impl GitRequest {
         if let Some(path) = &self.path {
             check_path("path", path)?;
         }
-        let named = [
-            ("repository_url", &self.repository_url),
-            ("branch", &self.branch),
-            ("base", &self.base),
-            ("remote", &self.remote),
-        ];
+        let named = [("branch", &self.branch), ("base", &self.base), ("remote", &self.remote)];
         for (field, value) in named {
             if let Some(value) = value
                 && (value.is_empty()
@@ -217,6 +213,13 @@ impl GitRequest {
                     "{field} is empty, too long, starts with '-' or has a control character"
                 ));
             }
+        }
+        if let Some(url) = &self.repository_url {
+            check_repository("repository_url", url)?;
+        }
+        // The name of a remote has neither in it.
+        if let Some(remote) = self.remote.as_ref().filter(|remote| remote.contains([':', '@'])) {
+            check_repository("remote", remote)?;
         }
         for file in self.files.iter().flatten() {
             check_path("files", file)?;
@@ -287,5 +290,52 @@ impl GitAction {
             GitAction::Checkout => "checkout",
             GitAction::Branch => "branch",
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn clone(url: &str) -> GitRequest {
+        GitRequest { repository_url: Some(url.to_owned()), ..GitRequest::new(GitAction::Clone) }
+    }
+
+    fn code(request: &GitRequest) -> Option<ErrorCode> {
+        request.validate().err().map(|error| error.code)
+    }
+
+    #[test]
+    fn clone_refuses_credentials_and_other_schemes_before_a_sandbox_sees_them() {
+        for good in ["https://host.example/r", "git@host.example:r", "/workspace/r", "/work space/r"] {
+            assert_eq!(code(&clone(good)), None, "{good}");
+        }
+        for (bad, expected) in [
+            ("https://token@host.example/r", ErrorCode::Unacceptable),
+            ("https://host.example/r?token=x", ErrorCode::Unacceptable),
+            ("ext::sh", ErrorCode::BadRequest),
+            ("file:///workspace/r", ErrorCode::BadRequest),
+            ("relative/path", ErrorCode::BadRequest),
+            ("--upload-pack=x", ErrorCode::BadRequest),
+            ("", ErrorCode::BadRequest),
+            ("/a\nb", ErrorCode::BadRequest),
+        ] {
+            assert_eq!(code(&clone(bad)), Some(expected), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_remote_is_a_name_or_a_url_without_credentials() {
+        let push =
+            |remote: &str| GitRequest { remote: Some(remote.to_owned()), ..GitRequest::new(GitAction::Push) };
+        for good in ["origin", "my/fork", "https://host.example/r", "git@host.example:r", "/workspace/r"] {
+            assert_eq!(code(&push(good)), None, "{good}");
+        }
+        for bad in ["https://u:hunter2@host.example/r", "u:hunter2@host.example:r"] {
+            let error = push(bad).validate().unwrap_err();
+            assert_eq!(error.code, ErrorCode::Unacceptable, "{bad}");
+            assert!(error.message.starts_with("remote ") && !error.message.contains("hunter2"), "{error}");
+        }
+        assert_eq!(code(&push("ext::sh -c x")), Some(ErrorCode::BadRequest));
     }
 }

@@ -10,6 +10,7 @@ pub mod access;
 pub mod error;
 pub mod event;
 pub mod git;
+pub mod git_url;
 pub mod id;
 pub mod manager;
 pub mod mcp;

@@ -6,6 +6,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
+use crate::git_url::check_repository;
 use crate::id::{SessionId, WorkspaceId};
 use crate::names::names;
 use crate::size::{ByteSize, CpuCount};
@@ -227,7 +228,7 @@ pub struct CreateWorkspace {
     /// `agent_workspace` (the default).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container_type: Option<ContainerType>,
-    /// A repository to clone into `/workspace` before the workspace is ready.
+    /// A repository to clone into `/workspace` before the workspace is ready: a git URL without credentials.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub repository_url: Option<String>,
     /// The branch, tag or commit to check out.
@@ -278,11 +279,10 @@ impl CreateWorkspace {
                 "ttl_seconds is {ttl}: it must be from {MIN_TTL_SECONDS} to {MAX_TTL_SECONDS}"
             ));
         }
-        for (field, value, longest) in [
-            ("repository_url", &self.repository_url, 2048),
-            ("branch", &self.branch, 256),
-            ("image", &self.image, 256),
-        ] {
+        if let Some(url) = &self.repository_url {
+            check_repository("repository_url", url)?;
+        }
+        for (field, value, longest) in [("branch", &self.branch, 256), ("image", &self.image, 256)] {
             if let Some(value) = value {
                 let odd = value.chars().any(|c| c.is_control() || c.is_whitespace());
                 if value.is_empty() || value.len() > longest || value.starts_with('-') || odd {
@@ -544,6 +544,21 @@ mod tests {
             r#"{"ttl_seconds":-1}"#,
         ] {
             assert!(serde_json::from_str::<CreateWorkspace>(body).is_err(), "{body}");
+        }
+    }
+    #[test]
+    fn a_repository_url_with_a_credential_or_an_unknown_scheme_is_refused() {
+        let validate = |url: &str| {
+            CreateWorkspace { repository_url: Some(url.to_owned()), ..CreateWorkspace::default() }.validate()
+        };
+        validate("https://host.example/a/b.git").unwrap();
+        validate("ssh://git@host.example/a/b.git").unwrap();
+        let error = validate("https://x-access-token:hunter2@host.example/a/b").unwrap_err();
+        assert_eq!(error.code, ErrorCode::Unacceptable);
+        assert!(error.message.contains("Settings > Integrations"), "{error}");
+        assert!(!error.message.contains("hunter2"), "{error}");
+        for bad in ["ftp://host.example/a", "file:///a", "a/b", "", "-x", "https://a b"] {
+            assert_eq!(validate(bad).unwrap_err().code, ErrorCode::BadRequest, "{bad}");
         }
     }
 }

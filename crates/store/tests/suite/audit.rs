@@ -8,11 +8,11 @@ use serde_json::json;
 
 use crate::support::TestDb;
 
-fn start() -> DateTime<Utc> {
+pub(crate) fn start() -> DateTime<Utc> {
     DateTime::from_timestamp_micros(1_800_000_000_000_000).unwrap()
 }
 
-fn entry(number: i64) -> AuditEntry {
+pub(crate) fn entry(number: i64) -> AuditEntry {
     AuditEntry {
         at: start() + TimeDelta::seconds(number),
         actor_token_id: Some(TokenId::generate()),
@@ -35,7 +35,7 @@ async fn ten_rows(store: &Store) {
     assert_eq!(store.verify_audit().await.unwrap(), 10);
 }
 
-async fn fault(store: &Store) -> (u64, AuditFault) {
+pub(crate) async fn fault(store: &Store) -> (u64, AuditFault) {
     match store.verify_audit().await {
         Err(StoreError::AuditBroken(BrokenAudit { seq, fault })) => (seq, fault),
         other => panic!("nothing was found: {other:?}"),

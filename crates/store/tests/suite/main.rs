@@ -7,11 +7,14 @@
 #![allow(clippy::unwrap_used)]
 
 mod audit;
+mod audit_retention;
 mod durability;
 mod expiry;
+mod idempotency;
 mod opening;
 mod snapshots;
 mod spares;
+mod stored_credentials;
 mod support;
 mod tokens;
 mod workspaces;
@@ -77,7 +80,10 @@ both_engines! {
         expired_and_revoked_tokens_are_refused,
         a_name_is_used_once_at_a_time,
         a_workspaces_tokens_go_with_it,
-        last_use_is_written_once_a_minute;
+        last_use_is_written_once_a_minute,
+        the_last_usable_admin_token_is_not_revoked,
+        revoking_all_admin_tokens_at_once_leaves_one,
+        a_token_is_replaced_by_one_with_its_name;
     audit:
         rows_appended_at_once_form_one_chain,
         odd_values_keep_their_hash,
@@ -88,6 +94,14 @@ both_engines! {
         a_lost_head_is_found,
         an_extra_row_is_found,
         pages_are_filtered;
+    audit_retention:
+        a_cut_log_and_its_exports_form_one_chain,
+        a_cut_ends_at_the_first_row_that_is_kept,
+        a_log_can_be_cut_to_nothing_and_goes_on,
+        tampering_with_a_cut_log_is_found,
+        a_cut_that_meets_a_changed_row_tells_what_it_removed,
+        cuts_and_appends_at_once_keep_one_chain,
+        a_kill_during_a_cut_leaves_a_chain_that_verifies;
     opening:
         opening_again_changes_nothing,
         a_newer_database_is_refused,
@@ -97,6 +111,16 @@ both_engines! {
         the_sealing_key_is_checked,
         settings_come_back,
         a_closed_store_refuses_calls;
+    idempotency:
+        a_repeated_request_finds_the_first_one,
+        a_key_names_one_request_of_one_token,
+        of_begins_at_once_one_is_new,
+        one_server_takes_over_an_interrupted_request,
+        keys_end_after_a_day,
+        a_token_has_a_limited_number_of_keys;
+    stored_credentials:
+        the_migration_removes_credentials_from_stored_urls,
+        rows_without_credentials_are_left_alone;
     durability:
         what_was_answered_survives_a_kill,
         a_call_that_is_dropped_blocks_nobody;

@@ -88,12 +88,13 @@ pub(crate) async fn a_name_is_used_once_at_a_time(db: TestDb) {
         }
     }
     assert_eq!(made.len(), 1);
+    store.create_token(&admin("other"), now()).await.unwrap();
     store.revoke_token(made[0].token.id, now()).await.unwrap();
     let request = CreateToken { ttl_seconds: Some(1), ..admin("ci") };
     store.create_token(&request, now()).await.unwrap();
     // That one has expired by then.
     store.create_token(&admin("ci"), now() + TimeDelta::seconds(1)).await.unwrap();
-    assert_eq!(store.tokens().await.unwrap().len(), 1);
+    assert_eq!(store.tokens().await.unwrap().len(), 2);
 }
 
 pub(crate) async fn a_workspaces_tokens_go_with_it(db: TestDb) {
@@ -118,4 +119,90 @@ pub(crate) async fn last_use_is_written_once_a_minute(db: TestDb) {
         seen.push((used - now()).num_seconds());
     }
     assert_eq!(seen, [0, 0, 60, 60, 121]);
+}
+
+pub(crate) async fn the_last_usable_admin_token_is_not_revoked(db: TestDb) {
+    let store = &db.store;
+    let last = store.create_token(&admin("last"), now()).await.unwrap();
+    // None of these can take its place.
+    let request = CreateToken { ttl_seconds: Some(1), ..admin("expired") };
+    let expired = store.create_token(&request, now() - TimeDelta::seconds(1)).await.unwrap();
+    let workspace_id = Some(db.add().await.id);
+    let bound = CreateToken { workspace_id, ..admin("bound") };
+    let bound = store.create_token(&bound, now()).await.unwrap();
+
+    let error = store.revoke_token(last.token.id, now()).await.unwrap_err();
+    assert!(matches!(&error, StoreError::LastAdminToken { name } if name == "last"), "{error}");
+    assert!(error.to_string().contains("create another admin token first"), "{error}");
+    store.verify_token(&last.secret, now()).await.unwrap();
+    assert_eq!(store.tokens().await.unwrap().len(), 3);
+
+    // Tokens that nobody administers with can always go.
+    store.revoke_token(expired.token.id, now()).await.unwrap();
+    store.revoke_token(bound.token.id, now()).await.unwrap();
+    store.create_token(&admin("next"), now()).await.unwrap();
+    store.revoke_token(last.token.id, now()).await.unwrap();
+    assert_eq!(refusal(store.verify_token(&last.secret, now()).await), TokenRefusal::Revoked);
+}
+
+pub(crate) async fn revoking_all_admin_tokens_at_once_leaves_one(db: TestDb) {
+    // On PostgreSQL a second server has connections of its own.
+    let other = if db.is_sqlite() { db.store.clone() } else { db.location.open().await.unwrap() };
+    for round in 0..10 {
+        let mut ids: Vec<_> = db.store.tokens().await.unwrap().into_iter().map(|token| token.id).collect();
+        for number in ids.len()..2 {
+            let request = admin(&format!("{round}-{number}"));
+            ids.push(db.store.create_token(&request, now()).await.unwrap().token.id);
+        }
+        let revokes: Vec<_> = [(db.store.clone(), ids[0]), (other.clone(), ids[1])]
+            .into_iter()
+            .map(|(store, id)| tokio::spawn(async move { store.revoke_token(id, now()).await }))
+            .collect();
+        let mut refused = 0;
+        for revoke in revokes {
+            if let Err(error) = revoke.await.unwrap() {
+                assert!(matches!(error, StoreError::LastAdminToken { .. }), "{error}");
+                refused += 1;
+            }
+        }
+        assert_eq!(refused, 1);
+        assert_eq!(db.store.tokens().await.unwrap().len(), 1);
+    }
+}
+
+pub(crate) async fn a_token_is_replaced_by_one_with_its_name(db: TestDb) {
+    let store = &db.store;
+    let first = store.replace_token(&admin("first-start"), now()).await.unwrap();
+    store.verify_token(&first.secret, now()).await.unwrap();
+    // Also when it is the only one.
+    let second = store.replace_token(&admin("first-start"), now()).await.unwrap();
+    assert_eq!(refusal(store.verify_token(&first.secret, now()).await), TokenRefusal::Revoked);
+    store.verify_token(&second.secret, now()).await.unwrap();
+    let left: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.id).collect();
+    assert_eq!(left, [second.token.id]);
+
+    let request = CreateToken { workspace_id: Some(db.add().await.id), ..admin("first-start") };
+    let error = store.replace_token(&request, now()).await.unwrap_err();
+    assert!(matches!(error, StoreError::Conflict { .. }), "{error}");
+    let request = CreateToken { workspace_id: Some(WorkspaceId::generate()), ..admin("nowhere") };
+    let error = store.replace_token(&request, now()).await.unwrap_err();
+    assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
+    store.verify_token(&second.secret, now()).await.unwrap();
+
+    // Servers that renew at once take turns; the last one's token stays.
+    let renewals: Vec<_> = (0..8)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move { store.replace_token(&admin("first-start"), now()).await.unwrap() })
+        })
+        .collect();
+    let mut accepted = 0;
+    let mut secrets = Vec::new();
+    for renewal in renewals {
+        secrets.push(renewal.await.unwrap().secret);
+    }
+    for secret in &secrets {
+        accepted += usize::from(store.verify_token(secret, now()).await.is_ok());
+    }
+    assert_eq!((accepted, store.tokens().await.unwrap().len()), (1, 1));
 }

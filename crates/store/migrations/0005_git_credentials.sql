@@ -1,0 +1,2 @@
+-- Earlier versions stored git URLs as they were given, credentials included. `stored_credentials.rs` removes them in
+-- the transaction of this migration: the URL parser is Rust. This file changes no table.

@@ -1,0 +1,194 @@
+//! Retention of the audit log: export of the oldest rows, and their removal.
+//!
+//! ```text
+//!   exported and removed      anchor   kept
+//! 1 ─── 2 ─── 3 ─── … ─── n-1 ─── n ◀── n+1 ─── … ─── head
+//! ```
+//!
+//! A cut removes rows from the begin of the log in batches. Each batch is one transaction that also moves the
+//! anchor ([`audit_chain`](crate::audit_chain)) to the last removed row, so the log verifies after every batch:
+//! a server that is killed between two has cut less, nothing else. A batch holds the lock of the audit log, as
+//! an append does; appends wait for one batch at most, and two servers that cut take turns.
+//!
+//! A batch checks the chain of its rows before it removes them. A cut never destroys the evidence of a change: it
+//! fails, and the rows stay.
+
+use chrono::{DateTime, Utc};
+use serde_json::{Value, json};
+
+use crate::audit::{ANCHOR, AuditRecord, AuditRow, columns, recorded_anchor, recorded_head, recorded_start};
+use crate::audit_chain::{AuditAnchor, AuditFault, BrokenAudit, Head};
+use crate::db::{Lock, in_transaction, reading};
+use crate::error::{Result, StoreError};
+use crate::open::Store;
+use crate::types::{DbRow, DbTime};
+
+/// How many rows one transaction removes: a few milliseconds' work, for which appends wait.
+const CUT_BATCH: i64 = 500;
+/// The most rows that one call exports.
+const MAX_EXPORT: u32 = 1000;
+
+/// The oldest rows of the log. The range ends before the first row that is not in it, so it has no gap even if times
+/// are out of order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AuditRange {
+    /// Rows that are older than this.
+    pub before: DateTime<Utc>,
+    /// No row after this one, such as the last that was exported.
+    pub through: Option<u64>,
+}
+
+impl AuditRange {
+    fn contains(&self, row: &AuditRow) -> bool {
+        row.entry.at < DbTime::new(self.before).get() && self.through.is_none_or(|last| row.seq <= last)
+    }
+}
+
+/// What a cut removed. The caller appends it to the log as an entry of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AuditCut {
+    /// How many rows were removed.
+    pub removed: u64,
+    /// The first of them.
+    pub first_seq: u64,
+    /// The last of them. Another server that cut at the same time may have removed some in between.
+    pub anchor: AuditAnchor,
+    /// Whether the whole range was removed; if not, an error that was logged ended the cut early.
+    pub complete: bool,
+}
+
+impl AuditCut {
+    /// For [`AuditEntry::request`](crate::AuditEntry::request): with the anchor's hash in the chain, whoever
+    /// changes the anchor later contradicts a row of the log.
+    pub fn summary(&self) -> Value {
+        json!({
+            "removed": self.removed,
+            "first_seq": self.first_seq,
+            "last_seq": self.anchor.seq,
+            "last_hash": self.anchor.hash,
+            "complete": self.complete,
+        })
+    }
+}
+
+/// The rows of a batch that are in the range, as the head before and after them.
+fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[impl DbRow]) -> Result<Head> {
+    let mut head = start;
+    for row in rows {
+        let row = AuditRow::following(head, row)?;
+        if !range.contains(&row) {
+            break;
+        }
+        head = row.check(head).map_err(|broken| StoreError::AuditBroken(broken.after_start(start)))?;
+    }
+    let broken = |seq, fault| Err(StoreError::AuditBroken(BrokenAudit { seq, fault }));
+    if head.seq > recorded.seq {
+        return broken(recorded.seq + 1, AuditFault::Beyond);
+    }
+    if head.seq == recorded.seq && head != recorded {
+        return broken(head.seq, AuditFault::WrongHead);
+    }
+    Ok(head)
+}
+
+impl Store {
+    /// The last row that retention removed; none if every row is there.
+    pub async fn audit_anchor(&self) -> Result<Option<AuditAnchor>> {
+        reading!(self.db(), |connection| Ok(recorded_anchor!(connection)))
+    }
+
+    /// The next at most `limit` (up to 1000) rows of the range after row `after`, oldest first; without `after`, from
+    /// the oldest row that is kept. None left: an empty list. Each is written to the export as one line
+    /// ([`AuditRecord::to_line`]).
+    pub async fn export_audit(
+        &self,
+        after: Option<u64>,
+        range: &AuditRange,
+        limit: u32,
+    ) -> Result<Vec<AuditRecord>> {
+        let rows: Vec<AuditRow> = reading!(self.db(), |connection| {
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                columns!(),
+                " FROM tool_audit WHERE seq > $1 ORDER BY seq LIMIT $2"
+            ))
+            .bind(after.map_or(i64::MIN, |after| i64::try_from(after).unwrap_or(i64::MAX)))
+            .bind(i64::from(limit.clamp(1, MAX_EXPORT)))
+            .fetch_all(&mut *connection)
+            .await?;
+            rows.iter().map(AuditRow::from_row).collect::<Result<_>>()?
+        });
+        // Another server has cut what this export has not seen yet.
+        if let (Some(after), Some(first)) = (after, rows.first())
+            && first.seq != after + 1
+        {
+            let missing = BrokenAudit { seq: after + 1, fault: AuditFault::Missing };
+            return Err(StoreError::AuditBroken(missing));
+        }
+        Ok(rows.into_iter().take_while(|row| range.contains(row)).map(AuditRow::into_record).collect())
+    }
+
+    /// Removes the rows of the range; none if there are none. Fails with [`StoreError::AuditBroken`] before it
+    /// removes a row that is not as it was written.
+    pub async fn cut_audit(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
+        let mut cut: Option<AuditCut> = None;
+        loop {
+            match (self.cut_batch(range, now).await, cut.as_mut()) {
+                (Ok(None), _) => return Ok(cut),
+                (Ok(Some(batch)), None) => cut = Some(batch),
+                (Ok(Some(batch)), Some(cut)) => {
+                    cut.removed += batch.removed;
+                    cut.anchor = batch.anchor;
+                }
+                (Err(error), None) => return Err(error),
+                (Err(error), Some(cut)) => {
+                    // What was removed must be told all the same. The next cut meets the error again.
+                    tracing::warn!(
+                        last_seq = cut.anchor.seq,
+                        error = &error as &dyn std::error::Error,
+                        "the cut of the audit log ended early"
+                    );
+                    cut.complete = false;
+                    return Ok(Some(cut.clone()));
+                }
+            }
+        }
+    }
+
+    async fn cut_batch(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
+        in_transaction!(self.db(), Lock::Audit, |connection| {
+            let start = recorded_start!(connection);
+            let recorded = recorded_head!(connection).unwrap_or(Head::EMPTY);
+            let first = i64::try_from(start.seq).unwrap_or(i64::MAX);
+            let rows = sqlx::query(concat!(
+                "SELECT ",
+                columns!(),
+                " FROM tool_audit WHERE seq > $1 ORDER BY seq LIMIT $2"
+            ))
+            .bind(first)
+            .bind(CUT_BATCH)
+            .fetch_all(&mut *connection)
+            .await?;
+            let end = checked_part(start, recorded, range, &rows)?;
+            if end == start {
+                return Ok(None);
+            }
+            sqlx::query("DELETE FROM tool_audit WHERE seq > $1 AND seq <= $2")
+                .bind(first)
+                .bind(i64::try_from(end.seq).unwrap_or(i64::MAX))
+                .execute(&mut *connection)
+                .await?;
+            let anchor = AuditAnchor::new(end, DbTime::new(now).get());
+            sqlx::query(
+                "INSERT INTO settings (key, value) VALUES ($1, $2)
+                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
+            )
+            .bind(ANCHOR)
+            .bind(anchor.to_text())
+            .execute(&mut *connection)
+            .await?;
+            let (removed, first_seq) = (end.seq - start.seq, start.seq + 1);
+            Ok(Some(AuditCut { removed, first_seq, anchor, complete: true }))
+        })
+    }
+}

@@ -1,0 +1,285 @@
+//! Idempotency keys: a request that is sent again gets the resource that the first one made.
+//!
+//! ```text
+//! begin ──▶ in_progress ──finish──▶ done ──24 h──▶ (row gone)
+//!               │
+//!               └──forget: it failed, the key is free again
+//! ```
+//!
+//! A key belongs to the token that sent it, and names one request: its operation and the hash of its body. The
+//! same key with another request is refused, as the client would take the first resource for the second. Only
+//! hashes of keys and bodies are stored.
+//!
+//! Invariant: of concurrent calls of [`Store::begin_idempotent`] with one key, one gets [`Begun::New`] and the others
+//! find its row, over all servers (primary key).
+//!
+//! A row in progress whose owner is dead was interrupted by a crash. [`Store::take_over_idempotent`] gives it to
+//! one of the servers that see it, which looks up the resource and finishes or forgets the row. For that a caller
+//! sets the resource id at the begin, before it makes the resource.
+
+use chrono::{DateTime, TimeDelta, Utc};
+use emergent_wire::TokenId;
+use emergent_wire::id::ServerId;
+use sha2::{Digest, Sha256};
+use uuid::Uuid;
+
+use crate::db::{Lock, in_transaction, writing};
+use crate::error::{Result, StoreError};
+use crate::open::Store;
+use crate::types::{DbRow, DbTime, DbUuid, Reader, clean};
+
+const TABLE: &str = "idempotency_keys";
+/// A key is free again after this time.
+pub const IDEMPOTENCY_KEY_LIFETIME: TimeDelta = TimeDelta::hours(24);
+/// The longest key.
+pub const MAX_IDEMPOTENCY_KEY_BYTES: usize = 255;
+/// The most keys that one token has at a time.
+pub const MAX_IDEMPOTENCY_KEYS: u32 = 10_000;
+/// How often a begin looks again for a row that others remove between its two statements.
+const TRIES: usize = 5;
+/// How many rows one statement of the pruning removes.
+const PRUNE_BATCH: i64 = 1000;
+
+/// A request that carries a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IdempotentRequest {
+    token_id: TokenId,
+    key_hash: Vec<u8>,
+    operation: String,
+    request_hash: Vec<u8>,
+}
+
+impl IdempotentRequest {
+    /// A request of `token_id` with the client's `key` (1 to 255 bytes). `body` is the request as it is compared: the
+    /// bytes of its body, or any other text that is the same for the same request.
+    pub fn new(token_id: TokenId, key: &str, operation: &str, body: &[u8]) -> Result<Self> {
+        if key.is_empty() || key.len() > MAX_IDEMPOTENCY_KEY_BYTES {
+            return Err(StoreError::BadIdempotencyKey);
+        }
+        Ok(Self {
+            token_id,
+            key_hash: Sha256::digest(key).to_vec(),
+            operation: clean(operation).into_owned(),
+            request_hash: Sha256::digest(body).to_vec(),
+        })
+    }
+}
+
+/// Where a request with a key stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdempotencyStatus {
+    /// It runs, or was interrupted by the end of its server.
+    InProgress,
+    /// It has succeeded.
+    Done,
+}
+
+impl std::str::FromStr for IdempotencyStatus {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text {
+            "in_progress" => Ok(Self::InProgress),
+            "done" => Ok(Self::Done),
+            other => Err(format!("'{other}' is none of 'in_progress' 'done'")),
+        }
+    }
+}
+
+/// An earlier request with the same key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EarlierRequest {
+    /// What it made or is making, if that is known.
+    pub resource_id: Option<Uuid>,
+    /// Where it stands.
+    pub status: IdempotencyStatus,
+    /// The server that works on it; none when it is done.
+    pub owner: Option<ServerId>,
+    /// When it came.
+    pub created_at: DateTime<Utc>,
+}
+
+/// What [`Store::begin_idempotent`] found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Begun {
+    /// Nothing: this call works on the request, and finishes or forgets it.
+    New,
+    /// The same request was sent before.
+    Earlier(EarlierRequest),
+}
+
+impl EarlierRequest {
+    fn from_row(row: &impl DbRow, request: &IdempotentRequest) -> Result<Self> {
+        let row = Reader::with_key(row, TABLE, hex::encode(&request.key_hash));
+        let is_same =
+            row.text("operation")? == request.operation && row.bytes("request_hash")? == request.request_hash;
+        if !is_same {
+            return Err(StoreError::IdempotencyKeyReused);
+        }
+        Ok(Self {
+            resource_id: row.uuid_or_null("resource_id")?,
+            status: row.name("status")?,
+            owner: row.uuid_or_null("owner")?.map(ServerId),
+            created_at: row.time("created_at")?,
+        })
+    }
+}
+
+impl Store {
+    /// Begins a request, or finds the same request that was sent before. `resource_id` is what the request will make,
+    /// if its id is known already.
+    pub async fn begin_idempotent(
+        &self,
+        request: &IdempotentRequest,
+        resource_id: Option<Uuid>,
+        now: DateTime<Utc>,
+    ) -> Result<Begun> {
+        for _ in 0..TRIES {
+            if let Some(begun) = self.try_begin(request, resource_id, now).await? {
+                return Ok(begun);
+            }
+        }
+        Err(StoreError::Unavailable(sqlx::Error::RowNotFound))
+    }
+
+    async fn try_begin(
+        &self,
+        request: &IdempotentRequest,
+        resource_id: Option<Uuid>,
+        now: DateTime<Utc>,
+    ) -> Result<Option<Begun>> {
+        in_transaction!(self.db(), Lock::None, |connection| {
+            sqlx::query(
+                "DELETE FROM idempotency_keys WHERE token_id = $1 AND key_hash = $2 AND created_at <= $3",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .bind(DbTime::new(now - IDEMPOTENCY_KEY_LIFETIME))
+            .execute(&mut *connection)
+            .await?;
+            let inserted = sqlx::query(
+                "INSERT INTO idempotency_keys (token_id, key_hash, operation, request_hash, resource_id, status,
+                     owner, created_at)
+                 VALUES ($1, $2, $3, $4, $5, 'in_progress', $6, $7)
+                 ON CONFLICT (token_id, key_hash) DO NOTHING",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .bind(request.operation.as_str())
+            .bind(request.request_hash.as_slice())
+            .bind(resource_id.map(DbUuid))
+            .bind(DbUuid(self.server().0))
+            .bind(DbTime::new(now))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected();
+            if inserted == 1 {
+                let keys: i64 = sqlx::query_scalar(
+                    "SELECT COUNT(*) FROM (SELECT 1 FROM idempotency_keys WHERE token_id = $1 LIMIT $2) AS counted",
+                )
+                .bind(DbUuid(request.token_id.0))
+                .bind(i64::from(MAX_IDEMPOTENCY_KEYS) + 1)
+                .fetch_one(&mut *connection)
+                .await?;
+                if keys > i64::from(MAX_IDEMPOTENCY_KEYS) {
+                    return Err(StoreError::TooManyIdempotencyKeys { limit: MAX_IDEMPOTENCY_KEYS });
+                }
+                return Ok(Some(Begun::New));
+            }
+            let row = sqlx::query(
+                "SELECT operation, request_hash, resource_id, status, owner, created_at FROM idempotency_keys
+                 WHERE token_id = $1 AND key_hash = $2",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .fetch_optional(&mut *connection)
+            .await?;
+            // None: it was forgotten in this moment.
+            row.map(|row| EarlierRequest::from_row(&row, request).map(Begun::Earlier)).transpose()
+        })
+    }
+
+    /// The request that this server began has made its resource.
+    pub async fn finish_idempotent(&self, request: &IdempotentRequest, resource_id: Uuid) -> Result<()> {
+        let finished = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE idempotency_keys SET status = 'done', owner = NULL, resource_id = $3
+                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $4",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .bind(DbUuid(resource_id))
+            .bind(DbUuid(self.server().0))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        if finished == 0 {
+            let (kind, id) = ("idempotency key in progress", hex::encode(&request.key_hash));
+            return Err(StoreError::NotFound { kind, id });
+        }
+        Ok(())
+    }
+
+    /// The request that this server began has failed: the key is free again. Forgetting twice is no error.
+    pub async fn forget_idempotent(&self, request: &IdempotentRequest) -> Result<()> {
+        writing!(self.db(), |connection| {
+            sqlx::query(
+                "DELETE FROM idempotency_keys
+                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $3",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .bind(DbUuid(self.server().0))
+            .execute(&mut *connection)
+            .await?;
+        });
+        Ok(())
+    }
+
+    /// Makes this server the one that works on an interrupted request, if `from` is still its owner. One of the
+    /// servers that try gets true.
+    pub async fn take_over_idempotent(
+        &self,
+        request: &IdempotentRequest,
+        from: Option<ServerId>,
+    ) -> Result<bool> {
+        let taken = writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE idempotency_keys SET owner = $3
+                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress'
+                   AND owner IS NOT DISTINCT FROM $4",
+            )
+            .bind(DbUuid(request.token_id.0))
+            .bind(request.key_hash.as_slice())
+            .bind(DbUuid(self.server().0))
+            .bind(from.map(|from| DbUuid(from.0)))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(taken == 1)
+    }
+
+    /// Removes keys that are older than 24 hours and gives their number.
+    pub async fn prune_idempotency_keys(&self, now: DateTime<Utc>) -> Result<u64> {
+        let mut pruned = 0;
+        loop {
+            let removed = writing!(self.db(), |connection| {
+                sqlx::query(
+                    "DELETE FROM idempotency_keys WHERE (token_id, key_hash) IN (
+                         SELECT token_id, key_hash FROM idempotency_keys WHERE created_at <= $1 LIMIT $2)",
+                )
+                .bind(DbTime::new(now - IDEMPOTENCY_KEY_LIFETIME))
+                .bind(PRUNE_BATCH)
+                .execute(&mut *connection)
+                .await?
+                .rows_affected()
+            });
+            pruned += removed;
+            if removed == 0 {
+                return Ok(pruned);
+            }
+        }
+    }
+}
