@@ -67,6 +67,8 @@ impl Agent {
         workers::spawn_thread("reaper", move || reaper.run());
         let guarded = Arc::clone(&agent);
         workers::spawn_thread("memory", move || guarded.memory.run(&guarded));
+        let guarded = Arc::clone(&agent);
+        workers::spawn_thread("tasks", move || guarded.reaper.tasks.run(&guarded));
         agent
     }
 
@@ -91,6 +93,7 @@ impl Agent {
         if configuration.nameservers != self.configuration().nameservers {
             write_nameservers(&configuration.nameservers);
         }
+        self.reaper.tasks.limit(configuration.max_tasks);
         let changed = {
             let mut current = self.configuration.write().unwrap_or_else(PoisonError::into_inner);
             let changed = current.environment != configuration.environment;

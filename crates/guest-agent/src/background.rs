@@ -141,7 +141,12 @@ impl Operations {
                 duration_ms: millis(outcome.duration),
                 timed_out: outcome.stopped == Some(Stopped::TimedOut),
                 oom_killed: is_victim,
-                notes: victim.into_iter().chain(disk).chain(dropped).collect(),
+                notes: victim
+                    .into_iter()
+                    .chain(agent.reaper.tasks.note(&tag, outcome.ended))
+                    .chain(disk)
+                    .chain(dropped)
+                    .collect(),
                 segments: progress.segments.clone(),
             };
             // The disk may be full; the state in memory is what readers get until the sandbox stops.

@@ -57,6 +57,7 @@ pub(crate) fn run(
         answer.oom_killed = true;
         answer.notes.push(note);
     }
+    answer.notes.extend(agent.reaper.tasks.note(&tag, outcome.ended));
     answer.notes.extend(agent.disk.note(agent, disk_kills));
     Ok(answer)
 }

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,13 +21,21 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal};
 
+use crate::family::Family;
 use crate::reaper::{Ended, Exit, Reaper};
 use crate::spawn::{Input, Program, Spawned};
 use crate::wake::Wake;
-use crate::{family, memory, workers};
+use crate::{family, memory, procfs, workers};
+
+/// Commands that run now, in the foreground or the background.
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
 
 /// What a pipe holds at most: what may be left in it when its process has ended.
 const PIPE_BYTES: usize = 64 * 1024;
+
+/// How long a start waits for the task guard to make room, and how often it tries.
+const ROOM_TIME: Duration = Duration::from_secs(5);
+const ROOM_LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// One of a process's two output streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +68,8 @@ pub(crate) struct Started {
     pub(crate) stdin: Option<OwnedFd>,
     stdout: Option<OwnedFd>,
     stderr: Option<OwnedFd>,
+    /// When it was given something to do, in clock ticks.
+    began: u64,
 }
 
 /// Why a command was ended before its time.
@@ -83,14 +93,31 @@ pub(crate) fn start(
     arguments: &[&str],
     directory: &Path,
     environment: &BTreeMap<String, String>,
-    input: Input,
+    input: &Input,
 ) -> std::io::Result<Started> {
     let tag = uuid::Uuid::new_v4().simple().to_string();
     let program =
         Program { path: program, arguments, directory, environment, tag: (family::TAG_VARIABLE, &tag) };
-    let (Spawned { pid, stdin, stdout, stderr }, exit) = reaper.spawn(&program, input)?;
+    let (Spawned { pid, stdin, stdout, stderr }, exit) = start_when_possible(reaper, &program, input)?;
     memory::make_first_victim(pid);
-    Ok(Started { pid, tag, exit, stdin, stdout: Some(stdout), stderr: Some(stderr) })
+    Ok(Started { pid, tag, exit, stdin, stdout: Some(stdout), stderr: Some(stderr), began: u64::MAX })
+}
+
+/// Starts a process, also where the workspace has as many tasks as it may for the moment: the task guard makes room.
+fn start_when_possible(
+    reaper: &Reaper,
+    program: &Program<'_>,
+    input: &Input,
+) -> std::io::Result<(Spawned, Arc<Exit>)> {
+    let deadline = Instant::now() + ROOM_TIME;
+    loop {
+        match reaper.spawn(program, input) {
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::sleep(ROOM_LOOK_EVERY);
+            }
+            started => return started,
+        }
+    }
 }
 
 impl Started {
@@ -101,7 +128,11 @@ impl Started {
         {
             let _ = rustix::process::kill_process_group(group, signal);
         }
-        family::signal(&family::members(&self.tag), signal);
+        family::signal(&self.family().members(), signal);
+    }
+
+    fn family(&self) -> Family<'_> {
+        Family { tag: &self.tag, began: self.began, is_alone: RUNNING.load(Ordering::SeqCst) == 1 }
     }
 
     /// Reads the process's output until it has ended.
@@ -115,12 +146,15 @@ impl Started {
         wake: &Arc<Wake>,
         drain: &Drain,
     ) -> Outcome {
+        RUNNING.fetch_add(1, Ordering::SeqCst);
+        self.began = procfs::now_ticks();
         // Only a search's reply is ever complete before the end, and searches are followed, not run.
         let outcome = loop {
             if let Some(outcome) = self.follow(sink, timeout, stop, wake) {
                 break outcome;
             }
         };
+        RUNNING.fetch_sub(1, Ordering::SeqCst);
         for stream in [self.stdout.take(), self.stderr.take()].into_iter().flatten() {
             drain.add(stream);
         }
@@ -225,10 +259,10 @@ impl Started {
         // Orphans end without telling anybody but the reaper, so their end has to be looked for.
         const LOOK_EVERY: Duration = Duration::from_millis(20);
         let deadline = phase.next_deadline().unwrap_or_else(Instant::now);
-        while Instant::now() < deadline && !family::members(&self.tag).is_empty() {
+        while Instant::now() < deadline && !self.family().members().is_empty() {
             std::thread::sleep(LOOK_EVERY);
         }
-        family::kill(&self.tag);
+        self.family().kill();
     }
 }
 

@@ -1,6 +1,10 @@
-//! Families: a command's processes, found by the tag in their environment wherever they went.
+//! Families: a command's processes, found wherever they went.
+//!
+//! A command's processes carry a tag in their environment. One that was started without it (`env -i`) is found as the child of
+//! another; and one that has left its parents as well (`setsid`, a double fork) as an orphan without a tag that began while
+//! no other command ran.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
@@ -21,6 +25,56 @@ const CROWD: usize = 100;
 /// The tag of the command that a process belongs to.
 pub(crate) fn tag_of(pid: i32) -> Option<String> {
     procfs::variable(pid, TAG_VARIABLE)
+}
+
+/// The processes of a command that runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Family<'a> {
+    pub(crate) tag: &'a str,
+    /// When the command began, in clock ticks.
+    pub(crate) began: u64,
+    /// No other command runs: orphans that nobody else could have left are this one's.
+    pub(crate) is_alone: bool,
+}
+
+impl Family<'_> {
+    /// Those that are there now.
+    pub(crate) fn members(&self) -> Vec<i32> {
+        let processes = procfs::processes();
+        let tags: HashMap<i32, Option<String>> =
+            processes.iter().map(|process| (process.pid, tag_of(process.pid))).collect();
+        self.among(&processes, &tags, std::process::id().cast_signed())
+    }
+
+    fn among(&self, processes: &[Process], tags: &HashMap<i32, Option<String>>, own: i32) -> Vec<i32> {
+        let tag = |process: &Process| tags.get(&process.pid).and_then(Option::as_deref);
+        let is_left_behind = |process: &Process| {
+            self.is_alone && own == 1 && process.parent == own && process.began >= self.began
+        };
+        let mut members: HashSet<i32> = processes
+            .iter()
+            .filter(|process| match tag(process) {
+                Some(other) => other == self.tag,
+                None => is_left_behind(process),
+            })
+            .map(|process| process.pid)
+            .collect();
+        loop {
+            let before = members.len();
+            let children = processes.iter().filter(|process| tag(process).is_none());
+            let found: Vec<i32> =
+                children.filter(|child| members.contains(&child.parent)).map(|child| child.pid).collect();
+            members.extend(found);
+            if members.len() == before {
+                return members.into_iter().collect();
+            }
+        }
+    }
+
+    /// Kills them.
+    pub(crate) fn kill(&self) {
+        kill_all(|| self.members());
+    }
 }
 
 /// All processes that carry a tag.
@@ -65,15 +119,19 @@ pub(crate) fn kill_all(find: impl Fn() -> Vec<i32>) {
 
 /// Kills the family with the most processes, if they are a crowd. Says how many they were.
 pub(crate) fn kill_crowd() -> Option<usize> {
-    let mut families: HashMap<String, usize> = HashMap::new();
-    for tag in procfs::process_ids().filter_map(tag_of) {
-        *families.entry(tag).or_default() += 1;
+    let (tag, pids) = most_numerous()?;
+    let tag = tag.filter(|_| pids.len() >= CROWD)?;
+    kill(&tag);
+    Some(pids.len())
+}
+
+/// The family with the most processes: its tag, and its processes. Processes without a tag count as one family.
+pub(crate) fn most_numerous() -> Option<(Option<String>, Vec<i32>)> {
+    let mut families: HashMap<Option<String>, Vec<i32>> = HashMap::new();
+    for process in procfs::processes().iter().filter(|process| !process.is_the_hosts()) {
+        families.entry(tag_of(process.pid)).or_default().push(process.pid);
     }
-    let (tag, count) = families.into_iter().max_by_key(|(_, count)| *count)?;
-    (count >= CROWD).then(|| {
-        kill(&tag);
-        count
-    })
+    families.into_iter().max_by_key(|(_, pids)| pids.len())
 }
 
 /// The family that uses the most memory: its tag and all it uses.
@@ -92,5 +150,38 @@ pub(crate) fn signal_all(signal: i32) {
     if std::process::id() == 1 {
         // SAFETY: kill has no memory effects. As PID 1 of a PID namespace, -1 means the sandbox's processes.
         unsafe { libc::kill(-1, signal) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(pid: i32, parent: i32, began: u64) -> Process {
+        Process { pid, parent, began, session: pid, name: String::new(), resident_bytes: 0 }
+    }
+
+    #[test]
+    fn processes_without_the_tag_are_found_by_their_parents_and_as_orphans_of_the_only_command() {
+        let processes = [
+            process(2, 1, 5),
+            process(10, 1, 100),
+            process(11, 10, 101),
+            process(12, 11, 102),
+            process(13, 1, 103),
+        ];
+        let tag = |pid: i32| (pid == 10).then(|| "own".to_owned());
+        let mut tags: HashMap<i32, Option<String>> =
+            processes.iter().map(|one| (one.pid, tag(one.pid))).collect();
+        let members = |is_alone: bool, tags: &HashMap<i32, Option<String>>| {
+            let mut found = Family { tag: "own", began: 100, is_alone }.among(&processes, tags, 1);
+            found.sort_unstable();
+            found
+        };
+        // 2 began before the command, 13 has left its parents.
+        assert_eq!(members(true, &tags), [10, 11, 12, 13]);
+        assert_eq!(members(false, &tags), [10, 11, 12]);
+        tags.insert(11, Some("another command".to_owned()));
+        assert_eq!(members(true, &tags), [10, 13]);
     }
 }

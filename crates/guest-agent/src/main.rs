@@ -33,6 +33,7 @@ mod search;
 mod serve;
 mod shell;
 mod spawn;
+mod tasks;
 mod tunnel;
 mod user;
 mod wake;

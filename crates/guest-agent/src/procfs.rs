@@ -9,7 +9,9 @@ use crate::cgroup;
 #[derive(Clone, Debug)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
-    parent: i32,
+    pub(crate) parent: i32,
+    /// When it began, in clock ticks since the sandbox's start.
+    pub(crate) began: u64,
     pub(crate) session: i32,
     pub(crate) name: String,
     pub(crate) resident_bytes: u64,
@@ -47,18 +49,34 @@ pub(crate) fn process(pid: i32) -> Option<Process> {
     let name = before.split_once('(')?.1.to_owned();
     let fields: Vec<&str> = after.split_ascii_whitespace().collect();
     let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
-    let (state, parent, session, flags, pages) =
-        (fields.first()?, number(1)?, number(3)?, number(6)?, number(21)?);
+    let (state, parent, session, flags, began, pages) =
+        (fields.first()?, number(1)?, number(3)?, number(6)?, number(19)?, number(21)?);
     if *state == "Z" || flags & KERNEL_THREAD != 0 {
         return None;
     }
     Some(Process {
         pid,
         parent: i32::try_from(parent).ok()?,
+        began: u64::try_from(began).ok()?,
         session: i32::try_from(session).ok()?,
         name,
         resident_bytes: u64::try_from(pages).ok()? * rustix::param::page_size() as u64,
     })
+}
+
+/// Now, in clock ticks since the sandbox's start, as processes tell when they began.
+pub(crate) fn now_ticks() -> u64 {
+    let read = || -> Option<f64> {
+        fs::read_to_string("/proc/uptime").ok()?.split_ascii_whitespace().next()?.parse().ok()
+    };
+    #[allow(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        clippy::cast_precision_loss,
+        reason = "a positive number of seconds; a tick more or less is nothing"
+    )]
+    let ticks = (read().unwrap_or(0.0) * rustix::param::clock_ticks_per_second() as f64) as u64;
+    ticks
 }
 
 /// CPU time of all processes, those included that have ended: their parents have it, and at last the agent.

@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 
 use crate::spawn::{self, Input, Program, Spawned};
+use crate::tasks::TaskGuard;
 use crate::wake::Wake;
 
 /// How a process ended.
@@ -43,17 +44,24 @@ impl Exit {
 pub(crate) struct Reaper {
     children: Mutex<HashMap<i32, Arc<Exit>>>,
     spawned: Condvar,
+    /// What is started counts against its limit.
+    pub(crate) tasks: TaskGuard,
 }
 
 impl Reaper {
     /// Starts a process.
-    pub(crate) fn spawn(&self, program: &Program<'_>, input: Input) -> std::io::Result<(Spawned, Arc<Exit>)> {
+    pub(crate) fn spawn(
+        &self,
+        program: &Program<'_>,
+        input: &Input,
+    ) -> std::io::Result<(Spawned, Arc<Exit>)> {
         let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
         let spawned = spawn::spawn(program, input)?;
         let exit = Arc::new(Exit::default());
         children.insert(spawned.pid, Arc::clone(&exit));
         drop(children);
         self.spawned.notify_all();
+        self.tasks.admit(spawned.pid);
         Ok((spawned, exit))
     }
 

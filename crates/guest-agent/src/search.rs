@@ -15,12 +15,16 @@ use crate::agent::Agent;
 use crate::call::{Call, cancelled};
 use crate::command::{self, Outcome, Sink, Started, Stopped, Stream};
 use crate::memory::OomCheck;
+use crate::reaper::Ended;
 use crate::spawn::Input;
 
 /// The search program's name, beside the agent's own.
 const PROGRAM: &str = "search";
 /// A search that takes longer is ended.
 const SEARCH_TIME: Duration = Duration::from_secs(110);
+
+/// How often the process is started for one search: one that something in the sandbox killed is started again.
+const MAX_STARTS: usize = 3;
 
 /// A search process that waits for its next request.
 #[derive(Default)]
@@ -57,7 +61,7 @@ impl Searches {
 fn start(agent: &Agent) -> std::io::Result<Started> {
     let program = std::env::current_exe()?.with_file_name(PROGRAM);
     let environment = agent.environment();
-    command::start(&agent.reaper, &program, &[], Path::new("/"), &environment, Input::Pipe)
+    command::start(&agent.reaper, &program, &[], Path::new("/"), &environment, &Input::Pipe)
 }
 
 /// Runs a search to its end.
@@ -72,9 +76,24 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Resul
         return Ok(reply);
     }
     // None waited, or it went just then.
-    let started = start(agent).map_err(|error| failed(&error))?;
-    let reply = ask(agent, call, started, &message)?;
-    reply.ok_or_else(|| failed(&"its process ended without an answer"))
+    let mut how = String::new();
+    for _ in 0..MAX_STARTS {
+        let started = start(agent).map_err(|error| failed(&error))?;
+        let exit = Arc::clone(&started.exit);
+        if let Some(reply) = ask(agent, call, started, &message)? {
+            return Ok(reply);
+        }
+        how = match exit.ended() {
+            // Its end was noticed by a pipe that had closed.
+            None => String::new(),
+            Some(Ended::Exited(code)) => format!(" (exit code {code})"),
+            Some(Ended::Signalled(signal)) => format!(" (signal {signal})"),
+        };
+        if !matches!(exit.ended(), None | Some(Ended::Signalled(libc::SIGKILL))) {
+            break;
+        }
+    }
+    Err(failed(&format_args!("its process ended without an answer{how}")))
 }
 
 /// Sends a request to a process and waits for the reply; none when the process ended without one.

@@ -90,7 +90,7 @@ fn end_family(agent: &Agent, user: &User, tag: &str) {
         let (own, arguments) = (std::env::current_exe()?, [user::END_FAMILY, &ids, tag]);
         let directory = Path::new("/");
         let ending =
-            command::start(&agent.reaper, &own, &arguments, directory, &BTreeMap::new(), Input::Nothing)?;
+            command::start(&agent.reaper, &own, &arguments, directory, &BTreeMap::new(), &Input::Nothing)?;
         let (never, wake) = (AtomicBool::new(false), Arc::new(Wake::new()?));
         ending.run(&mut Nowhere, Some(END_TIME), &never, &wake, &agent.drain);
         Ok(())
@@ -122,7 +122,7 @@ fn start(agent: &Arc<Agent>, message: &ServeCall, user: &User) -> Result<Started
     let program = program.to_string_lossy().into_owned();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let start = |path: &Path, arguments: &[&str]| {
-        command::start(&agent.reaper, path, arguments, &directory, &environment, Input::Pipe)
+        command::start(&agent.reaper, path, arguments, &directory, &environment, &Input::Pipe)
     };
     let started = if user.is_root() {
         start(Path::new(&program), &arguments)

@@ -68,7 +68,7 @@ impl Shells {
                     &arguments,
                     directory,
                     &environment,
-                    Input::Nothing,
+                    &Input::Nothing,
                 )
             } else {
                 start_long(agent, &program, command, directory, &environment)
@@ -148,7 +148,7 @@ impl Shells {
                 &["-c", LAUNCHER],
                 directory,
                 &environment,
-                Input::Pipe,
+                &Input::Pipe,
             );
             let Ok(shell) = started else { return };
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -223,7 +223,7 @@ fn start_long(
     std::io::Write::write_all(&mut file, command.as_bytes())?;
     std::io::Seek::rewind(&mut file)?;
     let reader = r#"command=$(cat); exec </dev/null; eval "unset command; $command""#;
-    command::start(&agent.reaper, &program.path, &["-c", reader], directory, environment, Input::File(file))
+    command::start(&agent.reaper, &program.path, &["-c", reader], directory, environment, &Input::File(file))
 }
 
 /// Quotes a text for the shell.

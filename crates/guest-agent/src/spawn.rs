@@ -39,10 +39,10 @@ pub(crate) struct Spawned {
 }
 
 /// Starts a program.
-pub(crate) fn spawn(program: &Program<'_>, input: Input) -> io::Result<Spawned> {
+pub(crate) fn spawn(program: &Program<'_>, input: &Input) -> io::Result<Spawned> {
     let (stdin, child_stdin) = match input {
         Input::Nothing => (None, OwnedFd::from(File::open("/dev/null")?)),
-        Input::File(file) => (None, file.into()),
+        Input::File(file) => (None, file.try_clone()?.into()),
         Input::Pipe => {
             let (reader, writer) = io::pipe()?;
             (Some(writer.into()), reader.into())
@@ -155,7 +155,7 @@ mod tests {
 
     use super::*;
 
-    fn run(arguments: &[&str], directory: &str, input: Input) -> io::Result<(Spawned, String)> {
+    fn run(arguments: &[&str], directory: &str, input: &Input) -> io::Result<(Spawned, String)> {
         let environment = BTreeMap::from([("GREETING".to_owned(), "hello".to_owned())]);
         let program = Program {
             path: Path::new("/bin/sh"),
@@ -180,7 +180,7 @@ mod tests {
     fn a_program_gets_what_it_was_given_and_nothing_else() {
         const DESCRIPTORS: &str = "ls /proc/self/fd | wc -l";
         let script = format!("cat; pwd; echo $GREETING $TAG ${{HOME-none}}; {DESCRIPTORS}");
-        let (_, output) = run(&["-c", &script], "/usr", Input::Pipe).unwrap();
+        let (_, output) = run(&["-c", &script], "/usr", &Input::Pipe).unwrap();
         // Whoever runs this test may have left descriptors open.
         let usual = std::process::Command::new("/bin/sh").args(["-c", DESCRIPTORS]).output().unwrap().stdout;
         let usual = String::from_utf8(usual).unwrap();
@@ -191,7 +191,7 @@ mod tests {
     fn a_program_leads_its_own_session_and_gets_its_signals() {
         // The signals of grep, which inherits them: those of a shell change while it starts a program.
         let script = "cut -d' ' -f6 /proc/$$/stat; grep -E 'SigBlk|SigIgn' /proc/self/status";
-        let (spawned, output) = run(&["-c", script], "/", Input::Nothing).unwrap();
+        let (spawned, output) = run(&["-c", script], "/", &Input::Nothing).unwrap();
         let [session, _, blocked, _, ignored] = output.split_ascii_whitespace().collect::<Vec<_>>()[..]
         else {
             panic!("{output}");
@@ -206,9 +206,9 @@ mod tests {
     fn what_can_not_be_started_is_an_error() {
         let error =
             |result: io::Result<(Spawned, String)>| result.err().and_then(|error| error.raw_os_error());
-        assert_eq!(error(run(&["-c", "true"], "/nowhere", Input::Nothing)), Some(libc::ENOENT));
+        assert_eq!(error(run(&["-c", "true"], "/nowhere", &Input::Nothing)), Some(libc::ENOENT));
         let long = "x".repeat(4 << 20);
-        assert_eq!(error(run(&["-c", &long], "/", Input::Nothing)), Some(libc::E2BIG));
-        assert!(run(&["-c", "a\0b"], "/", Input::Nothing).is_err());
+        assert_eq!(error(run(&["-c", &long], "/", &Input::Nothing)), Some(libc::E2BIG));
+        assert!(run(&["-c", "a\0b"], "/", &Input::Nothing).is_err());
     }
 }

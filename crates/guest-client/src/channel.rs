@@ -24,7 +24,7 @@ const FRAMES_AT_ONCE: usize = 8;
 /// How much is read from the stream at once; every channel has such a buffer.
 const READ_BYTES: usize = 32 * 1024;
 /// While calls wait, a guest that says nothing for this long is asked whether it is there.
-const PING_AFTER: Duration = Duration::from_secs(15);
+const PING_AFTER: Duration = Duration::from_secs(10);
 /// And given up when it does not answer within this time.
 const PONG_WITHIN: Duration = Duration::from_secs(30);
 

@@ -12,7 +12,7 @@ use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, R
 use serde::{Deserialize, Serialize};
 
 /// The version this build of the agent speaks.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 /// The oldest agent this build of the server still speaks with.
 const OLDEST_AGENT: u16 = 1;
 
@@ -130,6 +130,10 @@ pub struct Configuration {
     /// The disk limit in bytes that the agent must watch, when the file system does not enforce it.
     #[serde(default)]
     pub watched_disk_bytes: Option<u64>,
+    /// The most tasks (processes and threads) that commands may have; without it as many as the sandbox can hold. Since
+    /// version 2; older agents do not limit them.
+    #[serde(default)]
+    pub max_tasks: Option<u32>,
     /// No commands are expected: no shells are started ahead.
     #[serde(default)]
     pub without_shells: bool,

@@ -32,6 +32,7 @@ fn messages_and_frames_are_frozen() {
             nameservers: vec!["192.0.2.53".into()],
             memory_bytes: Some(1),
             watched_disk_bytes: Some(2),
+            max_tasks: Some(512),
             without_shells: true,
         }),
         GuestCall::Bash(BashCall { operation_id, request: bash, stream: true, collect: false }),

@@ -73,7 +73,7 @@ pub(crate) fn os_error(doing: &str, path: &Path, errno: Errno) -> ErrorDetail {
             ErrorCode::TooLarge,
             format!("cannot {doing} {path}: the file system does not take a file this large"),
         ),
-        Errno::EXIST | Errno::BUSY | Errno::TXTBSY => (
+        Errno::EXIST | Errno::BUSY | Errno::TXTBSY | Errno::AGAIN => (
             ErrorCode::Conflict,
             format!(
                 "cannot {doing} {path}: it is in use or was just made by someone else; look again and retry"
@@ -85,7 +85,14 @@ pub(crate) fn os_error(doing: &str, path: &Path, errno: Errno) -> ErrorDetail {
                 "cannot {doing} {path}: the sandbox is out of memory or open files; retry when less runs"
             ),
         ),
-        other => (ErrorCode::Internal, format!("cannot {doing} {path}: {}", io::Error::from(other))),
+        // The path was the caller's choice: whatever else the kernel says about it is no fault of the server.
+        other => (
+            ErrorCode::Unacceptable,
+            format!(
+                "cannot {doing} {path}: {}; it may be a special file of the kernel, or damaged: look at it with bash",
+                io::Error::from(other)
+            ),
+        ),
     };
     ErrorDetail::new(code, message)
 }
@@ -121,11 +128,22 @@ mod tests {
             (Errno::ROFS, ErrorCode::PermissionDenied),
             (Errno::NOSPC, ErrorCode::DiskFull),
             (Errno::DQUOT, ErrorCode::DiskFull),
-            (Errno::IO, ErrorCode::Internal),
+            (Errno::NXIO, ErrorCode::WrongFileType),
+            (Errno::NODEV, ErrorCode::WrongFileType),
+            (Errno::INVAL, ErrorCode::InvalidPath),
+            (Errno::IO, ErrorCode::Unacceptable),
+            (Errno::OVERFLOW, ErrorCode::Unacceptable),
+            (Errno::SRCH, ErrorCode::Unacceptable),
+            (Errno::OPNOTSUPP, ErrorCode::Unacceptable),
+            (Errno::STALE, ErrorCode::Unacceptable),
         ] {
             let error = os_error("write", path, errno);
             assert_eq!(error.code, code, "{errno:?}");
             assert!(error.message.contains("/workspace/a"), "{}", error.message);
+        }
+        for number in 1..200 {
+            let error = os_error("read", path, Errno::from_raw_os_error(number));
+            assert_ne!(error.code, ErrorCode::Internal, "{number}");
         }
     }
 }

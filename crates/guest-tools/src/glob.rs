@@ -15,9 +15,11 @@ use std::sync::{Mutex, PoisonError};
 use emergent_wire::tools::{DEFAULT_MATCHES, GlobAnswer, GlobRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use ignore::{DirEntry, WalkState};
-use rustix::fs::FileType;
+use rustix::fs::{FileType, Stat};
+use rustix::io::Errno;
 
 use crate::Context;
+use crate::confined_walk::{self, Entry, Visitor};
 use crate::error::{check_cancel, wrong_type};
 use crate::glob_pattern::{GlobPattern, split_directories};
 use crate::walk::{self, Root, open_root};
@@ -34,27 +36,75 @@ pub fn glob(
     let Some((root, pattern, max_depth)) = plan(context, request)? else {
         return Ok(GlobAnswer::default());
     };
-    let newest = Mutex::new(Newest::new(limit));
-    walk::builder(context, &root.path).max_depth(max_depth).build_parallel().run(|| {
-        Box::new(|entry| {
-            if cancel.load(Ordering::Relaxed) {
-                return WalkState::Quit;
-            }
-            // A directory that can't be read, or a file that is gone by now, has no files to list.
-            if let Ok(entry) = entry
-                && let Ok(relative) = entry.path().strip_prefix(&root.path)
-                && is_candidate(&entry)
-                && pattern.is_match(relative)
-                && let Some(modified) = modified(context, &entry)
-            {
-                let mut newest = newest.lock().unwrap_or_else(PoisonError::into_inner);
-                newest.add(modified, entry.into_path());
-            }
-            WalkState::Continue
-        })
-    });
+    let search = Search { context, root: &root.path, pattern, newest: Mutex::new(Newest::new(limit)) };
+    if context.confined_to.is_some() {
+        confined_walk::walk(context, &root, max_depth, cancel, || &search);
+    } else {
+        search.tree(max_depth, cancel);
+    }
     check_cancel(cancel)?;
-    Ok(newest.into_inner().unwrap_or_else(PoisonError::into_inner).answer())
+    Ok(search.newest.into_inner().unwrap_or_else(PoisonError::into_inner).answer())
+}
+
+struct Search<'a> {
+    context: &'a Context,
+    root: &'a Path,
+    pattern: GlobPattern,
+    newest: Mutex<Newest>,
+}
+
+impl Search<'_> {
+    fn tree(&self, max_depth: Option<usize>, cancel: &AtomicBool) {
+        walk::builder(self.context, self.root).max_depth(max_depth).build_parallel().run(|| {
+            Box::new(|entry| {
+                if cancel.load(Ordering::Relaxed) {
+                    return WalkState::Quit;
+                }
+                // A directory that can't be read, or a file that is gone by now, has no files to list.
+                if let Ok(entry) = entry
+                    && is_candidate(&entry)
+                    && self.is_match(entry.path())
+                    && let Some(modified) = modified(self.context, &entry)
+                {
+                    self.add(modified, entry.into_path());
+                }
+                WalkState::Continue
+            })
+        });
+    }
+
+    fn is_match(&self, path: &Path) -> bool {
+        path.strip_prefix(self.root).is_ok_and(|relative| self.pattern.is_match(relative))
+    }
+
+    fn add(&self, modified: (i64, i64), path: PathBuf) {
+        self.newest.lock().unwrap_or_else(PoisonError::into_inner).add(modified, path);
+    }
+}
+
+impl Visitor for &Search<'_> {
+    fn enters(&mut self, _: &Path) -> bool {
+        true
+    }
+
+    fn entry(&mut self, entry: &Entry<'_>) {
+        if !matches!(entry.file_type, FileType::RegularFile | FileType::Symlink) || !self.is_match(entry.path)
+        {
+            return;
+        }
+        let modified = match entry.stat() {
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_symlink() => {
+                modified_target(self.context, entry.path)
+            }
+            Ok(stat) => modified_file(&stat),
+            Err(_) => None,
+        };
+        if let Some(modified) = modified {
+            self.add(modified, entry.path.to_owned());
+        }
+    }
+
+    fn failure(&mut self, _: &Path, _: Errno) {}
 }
 
 /// Where to walk, what to look for, and how deep. Nothing, if the directory that the pattern names is not there.
@@ -155,8 +205,16 @@ fn modified(context: &Context, entry: &DirEntry) -> Option<(i64, i64)> {
         let metadata = entry.metadata().ok()?;
         return Some((metadata.mtime(), metadata.mtime_nsec()));
     }
-    let target = context.locate(&context.absolute(entry.path())).ok()?;
-    let stat = target.stat().ok()?;
+    modified_target(context, entry.path())
+}
+
+/// When the file that a link leads to was changed last; none if it leads to no file, or out of the roots.
+fn modified_target(context: &Context, path: &Path) -> Option<(i64, i64)> {
+    let target = context.locate(&context.absolute(path)).ok()?;
+    modified_file(&target.stat().ok()?)
+}
+
+fn modified_file(stat: &Stat) -> Option<(i64, i64)> {
     #[allow(
         clippy::unnecessary_cast,
         clippy::cast_possible_wrap,

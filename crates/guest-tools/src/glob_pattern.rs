@@ -2,16 +2,27 @@
 //!
 //! A glob without `/` matches a file's name at any depth; one with `/` matches the path from the search's root.
 //! `*` and `?` don't cross `/`, `**` does. `!` in front means all files that don't match.
+//!
+//! Length and brace nesting are checked before the glob library sees a pattern: the library recurses once for each
+//! level of braces. The compiled size is limited by the library, which reports it as an error through `GlobSet`
+//! (a single `GlobMatcher` would panic).
 
 use std::path::Path;
 
 use emergent_wire::{ErrorCode, ErrorDetail};
-use globset::{GlobBuilder, GlobMatcher};
+use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
+
+/// The longest glob, in bytes. No path is longer.
+const MAX_GLOB_BYTES: usize = 4096;
+/// How deep braces may be nested.
+const MAX_BRACE_DEPTH: usize = 10;
+/// How much of a refused glob its error shows.
+const SHOWN_CHARS: usize = 100;
 
 /// A compiled glob.
 #[derive(Debug)]
 pub(crate) struct GlobPattern {
-    matcher: GlobMatcher,
+    matcher: GlobSet,
     is_for_names: bool,
     is_negated: bool,
 }
@@ -32,23 +43,20 @@ impl GlobPattern {
     }
 
     fn compile(pattern: &str, is_for_names: bool, is_negated: bool) -> Result<Self, ErrorDetail> {
+        check_limits(pattern)?;
         let relative = pattern.strip_prefix("./").unwrap_or(pattern).trim_start_matches('/');
         // A directory stands for all that is in it.
         let everything_in_it = relative.ends_with('/').then(|| format!("{relative}**"));
-        let glob = GlobBuilder::new(everything_in_it.as_deref().unwrap_or(relative))
+        let matcher = GlobBuilder::new(everything_in_it.as_deref().unwrap_or(relative))
             .literal_separator(true)
             .backslash_escape(true)
             .build()
+            .and_then(|glob| GlobSetBuilder::new().add(glob).build())
             .map_err(|error| {
-                ErrorDetail::new(
-                    ErrorCode::InvalidPattern,
-                    format!(
-                        "'{pattern}' is not a valid glob: {}; `\\` in front makes a character literal",
-                        error.kind()
-                    ),
-                )
+                let reason: String = error.kind().to_string().chars().take(SHOWN_CHARS).collect();
+                invalid(pattern, &format!("{reason}; `\\` in front makes a character literal"))
             })?;
-        Ok(Self { matcher: glob.compile_matcher(), is_for_names, is_negated })
+        Ok(Self { matcher, is_for_names, is_negated })
     }
 
     /// Whether a file matches, given its path from the root.
@@ -59,6 +67,58 @@ impl GlobPattern {
         };
         self.matcher.is_match(subject) != self.is_negated
     }
+}
+
+/// Whether a line of an ignore file can be given to the glob library.
+pub(crate) fn is_within_limits(line: &str) -> bool {
+    line.len() <= MAX_GLOB_BYTES && brace_depth(line) <= MAX_BRACE_DEPTH
+}
+
+fn check_limits(pattern: &str) -> Result<(), ErrorDetail> {
+    if pattern.len() > MAX_GLOB_BYTES {
+        let reason = format!("it has {} bytes, at most {MAX_GLOB_BYTES} are allowed", pattern.len());
+        return Err(invalid(pattern, &reason));
+    }
+    if brace_depth(pattern) > MAX_BRACE_DEPTH {
+        let reason = format!("braces can be nested {MAX_BRACE_DEPTH} deep at most; use several globs");
+        return Err(invalid(pattern, &reason));
+    }
+    Ok(())
+}
+
+fn invalid(pattern: &str, reason: &str) -> ErrorDetail {
+    let mut shown: String = pattern.chars().take(SHOWN_CHARS).collect();
+    if shown.len() < pattern.len() {
+        shown.push('…');
+    }
+    ErrorDetail::new(ErrorCode::InvalidPattern, format!("'{shown}' is not a valid glob: {reason}"))
+}
+
+/// How deep braces are nested; escaped braces and braces in a class (`[{]`) are literal.
+fn brace_depth(pattern: &str) -> usize {
+    let mut depth = 0_usize;
+    let mut deepest = 0;
+    let mut bytes = pattern.bytes().peekable();
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b'\\' => {
+                bytes.next();
+            }
+            b'{' => {
+                depth += 1;
+                deepest = deepest.max(depth);
+            }
+            b'}' => depth = depth.saturating_sub(1),
+            b'[' => {
+                bytes.next_if(|next| matches!(next, b'!' | b'^'));
+                // A `]` that comes first is a member of the class.
+                bytes.next();
+                bytes.by_ref().find(|&next| next == b']');
+            }
+            _ => {}
+        }
+    }
+    deepest
 }
 
 /// Cuts off the directories that a glob begins with and that are no globs themselves: `src/a/*.rs` is `*.rs` in
@@ -103,5 +163,21 @@ mod tests {
         assert_eq!(split_directories("a/{b/c,d}/e"), ("a/", "{b/c,d}/e"));
         assert_eq!(split_directories("/etc/hosts"), ("/etc/", "hosts"));
         assert_eq!(split_directories("../x/*"), ("../x/", "*"));
+    }
+
+    #[test]
+    fn brace_depth_skips_literal_braces() {
+        for (pattern, depth) in [
+            ("a", 0),
+            ("{a,b}{c,d}", 1),
+            ("{a,{b,{c}}}", 3),
+            ("\\{\\{", 0),
+            ("[{{{]{a}", 1),
+            ("[]{{]{", 1),
+            ("[!]{{]{", 1),
+            ("}}}{", 1),
+        ] {
+            assert_eq!(brace_depth(pattern), depth, "{pattern}");
+        }
     }
 }

@@ -11,8 +11,10 @@
 //! - The same tree and the same request give the same answer, whatever the number of threads.
 //! - Nothing blocks for ever: special files are refused, and every long loop looks at its `cancel` flag.
 
+mod confined_walk;
 mod context;
 mod error;
+mod flush;
 mod glob_pattern;
 mod location;
 mod text;

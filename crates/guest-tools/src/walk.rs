@@ -4,6 +4,9 @@
 //! above the root too; the user's global ignore file is not, so that a workspace gives the same answer everywhere.
 //! Left out are `.git`, the guest agent's own directory, temporary files of write, and, when all of `/` is walked,
 //! the kernel's file systems. What is given as the root is searched whatever its name. Links are not followed.
+//!
+//! There are two walks: ripgrep's own, by paths and fast, and one by descriptors for confined contexts, which a
+//! process that swaps directories with links can't lead astray (see `confined_walk`).
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -11,13 +14,12 @@ use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
 use emergent_wire::ErrorDetail;
-use ignore::{DirEntry, WalkBuilder};
+use ignore::WalkBuilder;
 use rustix::fs::{FileType, fstat};
-use rustix::io::Errno;
 
 use crate::Context;
 use crate::error::{io_error, os_error};
-use crate::read::not_found;
+use crate::read::open_failure;
 use crate::write::{TEMPORARY_PREFIX, TEMPORARY_SUFFIX};
 
 const MAX_THREADS: usize = 4;
@@ -37,10 +39,7 @@ pub(crate) struct Root {
 pub(crate) fn open_root(context: &Context, path: &Path) -> Result<Root, ErrorDetail> {
     let request = context.absolute(path);
     let location = context.locate(&request)?;
-    let file = location.open().map_err(|errno| match errno {
-        Errno::NOENT => not_found(&location),
-        other => os_error("search", &location.path, other),
-    })?;
+    let file = location.open().map_err(|errno| open_failure("search", &location, errno))?;
     let stat = fstat(&file).map_err(|errno| os_error("search", &location.path, errno))?;
     let path = if context.confined_to.is_none() && request.has_parent_steps() {
         location.path.canonicalize().map_err(|error| io_error("search", &location.path, &error))?
@@ -50,10 +49,9 @@ pub(crate) fn open_root(context: &Context, path: &Path) -> Result<Root, ErrorDet
     Ok(Root { path, file_type: FileType::from_raw_mode(stat.st_mode), file })
 }
 
-/// A walk of a directory.
+/// A walk of a directory by its path, for contexts that are not confined.
 pub(crate) fn builder(context: &Context, root: &Path) -> WalkBuilder {
-    let own_directory = context.workspace_dir.join(".emergent");
-    let is_whole_system = root == Path::new("/");
+    let left_out = LeftOut::new(context, root);
     let mut builder = WalkBuilder::new(root);
     builder
         .current_dir(root)
@@ -64,23 +62,39 @@ pub(crate) fn builder(context: &Context, root: &Path) -> WalkBuilder {
         .threads(threads())
         .add_custom_ignore_filename(".rgignore")
         .filter_entry(move |entry| {
-            entry.depth() == 0 || !is_left_out(entry, &own_directory, is_whole_system)
+            let name = entry.file_name().as_encoded_bytes();
+            entry.depth() == 0 || !left_out.contains(entry.path(), name, entry.depth())
         });
     builder
 }
 
 /// How many threads a search has.
-fn threads() -> usize {
+pub(crate) fn threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS)))
 }
 
-fn is_left_out(entry: &DirEntry, own_directory: &Path, is_whole_system: bool) -> bool {
-    let name = entry.file_name().as_encoded_bytes();
-    if name.starts_with(b".") {
-        let is_temporary =
-            name.starts_with(TEMPORARY_PREFIX.as_bytes()) && name.ends_with(TEMPORARY_SUFFIX.as_bytes());
-        return name == b".git" || is_temporary || (name == b".emergent" && entry.path() == own_directory);
+/// What is left out whatever the ignore files say.
+pub(crate) struct LeftOut {
+    own_directory: PathBuf,
+    is_whole_system: bool,
+}
+
+impl LeftOut {
+    pub(crate) fn new(context: &Context, root: &Path) -> Self {
+        Self {
+            own_directory: context.workspace_dir.join(".emergent"),
+            is_whole_system: root == Path::new("/"),
+        }
     }
-    is_whole_system && entry.depth() == 1 && matches!(name, b"proc" | b"sys" | b"dev")
+
+    /// Whether an entry below the root is left out.
+    pub(crate) fn contains(&self, path: &Path, name: &[u8], depth: usize) -> bool {
+        if name.starts_with(b".") {
+            let is_temporary =
+                name.starts_with(TEMPORARY_PREFIX.as_bytes()) && name.ends_with(TEMPORARY_SUFFIX.as_bytes());
+            return name == b".git" || is_temporary || (name == b".emergent" && path == self.own_directory);
+        }
+        self.is_whole_system && depth == 1 && matches!(name, b"proc" | b"sys" | b"dev")
+    }
 }

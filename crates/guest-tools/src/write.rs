@@ -8,8 +8,8 @@
 //! What is kept of a file that is replaced: its mode and its owner, and the link when the path is one (its target
 //! is replaced). What is not: other hard links to it keep the old content, extended attributes are lost.
 //!
-//! The rename is atomic against crashes of any process. There is no fsync: after a power loss of the host the old
-//! or the new content is there, as the file system has it. Where a rename is impossible (the file is a mount
+//! The rename is atomic against crashes of any process. A large file is on the disk when it is acknowledged, a
+//! small one a moment later: until then, a power loss of the host or a full disk may bring the old content back. Where a rename is impossible (the file is a mount
 //! point, as `/etc/resolv.conf` in containers, or its owner can't be kept) the file is overwritten in place.
 
 use std::fs::File;
@@ -25,16 +25,18 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, openat, renameat, statat
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};
 
-use crate::Context;
 use crate::error::{io_error, os_error, wrong_type};
 use crate::location::Location;
 use crate::read::special_file;
 use crate::text::hex_digest;
+use crate::{Context, flush};
 
 /// Names of temporary files begin and end so; glob and grep leave them out.
 pub(crate) const TEMPORARY_PREFIX: &str = ".emergent-";
 pub(crate) const TEMPORARY_SUFFIX: &str = ".tmp";
 const BUFFER_BYTES: usize = 64 * 1024;
+/// Files from this size on are written to the disk before they are acknowledged.
+const FLUSHED_FROM_BYTES: u64 = 1 << 20;
 
 /// Held while a file is checked and replaced, so that two edits of a file never overwrite each other's work.
 static COMMIT: Mutex<()> = Mutex::new(());
@@ -102,8 +104,12 @@ impl FileWriter {
                 other => return Err(special_file(&location.path, other)),
             }
         }
-        let (temporary, file) = create_temporary(&location, existing.is_some())
-            .map_err(|errno| os_error("write", &location.path, errno))?;
+        let (temporary, file) =
+            create_temporary(&location, existing.is_some()).map_err(|errno| match (errno, &existing) {
+                // The file is there, so it is its directory that takes no new file, as those of `/proc`.
+                (Errno::NOENT, Some(_)) => os_error("write", &location.path, Errno::PERM),
+                _ => os_error("write", &location.path, errno),
+            })?;
         Ok(Self {
             location,
             existing,
@@ -152,6 +158,11 @@ impl FileWriter {
     }
 
     fn answer(&mut self) -> WriteAnswer {
+        if self.written < FLUSHED_FROM_BYTES
+            && let Ok(file) = self.file.get_ref().try_clone()
+        {
+            flush::soon(file);
+        }
         WriteAnswer {
             success: true,
             file_path: self.path().display().to_string(),
@@ -165,6 +176,10 @@ impl FileWriter {
     fn place(&mut self, expected: Option<Option<Version>>) -> Result<bool, ErrorDetail> {
         let fail = |error: io::Error, path: &Path| io_error("write", path, &error);
         self.file.flush().map_err(|error| fail(error, &self.location.path))?;
+        if self.written >= FLUSHED_FROM_BYTES {
+            // A disk that turns out to be full, or broken, is known before anybody relies on the file.
+            self.file.get_ref().sync_data().map_err(|error| fail(error, &self.location.path))?;
+        }
         let keeps_owner = self.keep_mode_and_owner().map_err(|error| fail(error, &self.location.path))?;
 
         let _guard = COMMIT.lock().unwrap_or_else(PoisonError::into_inner);

@@ -60,7 +60,6 @@ fn status(git: &Git) -> Result<emergent_wire::git::GitStatus, ErrorDetail> {
 fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
     agent.disk.refuse_if_full(agent)?;
     let url = request.repository_url.as_deref().unwrap_or_default();
-    check_url(url)?;
     let target = Target::prepare(&git.directory)?;
     let depth = request.limit.map(|limit| format!("--depth={limit}"));
     let place = target.place().to_string_lossy().into_owned();
@@ -172,15 +171,6 @@ impl Drop for Target {
             }
         }
     }
-}
-
-fn check_url(url: &str) -> Result<(), ErrorDetail> {
-    let known = ["http://", "https://", "file://", "/"];
-    if known.iter().any(|scheme| url.starts_with(scheme)) {
-        return Ok(());
-    }
-    let message = "repository_url must begin with https://, http:// or file://, or be an absolute path";
-    Err(ErrorDetail::new(ErrorCode::BadRequest, message))
 }
 
 fn is_commit(name: &str) -> bool {

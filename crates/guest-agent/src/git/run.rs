@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use emergent_wire::git_url::redact_urls;
 use emergent_wire::tools::{MAX_STREAM_BYTES, MAX_TIMEOUT_MS};
 use emergent_wire::{ErrorCode, ErrorDetail};
 
@@ -59,7 +60,7 @@ impl Git {
     pub(super) fn output_with_errors(&self, arguments: &[&str]) -> Result<String, ErrorDetail> {
         let captured = self.run(arguments)?;
         let both = [captured.stdout, captured.stderr].concat();
-        Ok(String::from_utf8_lossy(&both[..both.len().min(MAX_STREAM_BYTES)]).into_owned())
+        Ok(redact_urls(&String::from_utf8_lossy(&both[..both.len().min(MAX_STREAM_BYTES)])).into_owned())
     }
 
     /// What git printed as text, cut at what an answer holds, and whether it was cut.
@@ -91,7 +92,7 @@ impl Git {
             &all,
             &self.directory,
             &self.environment(),
-            Input::Nothing,
+            &Input::Nothing,
         )
         .map_err(|error| {
             ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
@@ -156,7 +157,9 @@ impl Sink for Captured {
 /// git's own words, and what to do where they don't say.
 fn failure(arguments: &[&str], captured: &Captured) -> ErrorDetail {
     let words = [captured.stderr.as_slice(), &captured.stdout[..captured.stdout.len().min(4096)]].concat();
-    let words = String::from_utf8_lossy(&words[..words.len().min(4096)]).trim().to_owned();
+    let words = String::from_utf8_lossy(&words[..words.len().min(4096)]);
+    // A remote that was set up by hand may hold a credential.
+    let words = redact_urls(words.trim());
     let action = arguments.first().copied().unwrap_or_default();
     let hint = if words.contains("not a git repository") {
         "; clone a repository first, or give its directory as path"

@@ -32,9 +32,9 @@ use sha2::{Digest, Sha256};
 
 use crate::Context;
 use crate::context::RequestPath;
-use crate::error::{check_cancel, io_error, os_error, wrong_type};
+use crate::error::{check_cancel, io_error, wrong_type};
 use crate::location::Location;
-use crate::read::{not_found, size_of, special_file};
+use crate::read::{not_found, open_failure, size_of, special_file};
 use crate::text::hex_digest;
 use crate::write::{FileWriter, Version};
 
@@ -135,7 +135,7 @@ fn replace(
     };
     // What is there at the end is compared with this, taken before the file is opened: no change goes unseen.
     check_file(&location.path, &stat)?;
-    let file = location.open().map_err(|errno| os_error("edit", &location.path, errno))?;
+    let file = location.open().map_err(|errno| open_failure("edit", &location, errno))?;
     let content = read_whole(file, &stat, &location.path)?;
     if request.expected_sha256.is_some() {
         check_expected(request, Some(&content), &location.path)?;

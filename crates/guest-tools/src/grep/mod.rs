@@ -25,6 +25,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags, openat};
 use rustix::io::Errno;
 
 use crate::Context;
+use crate::confined_walk::{self, Entry, Visitor};
 use crate::error::check_cancel;
 use crate::glob_pattern::GlobPattern;
 use crate::read::special_file;
@@ -37,6 +38,8 @@ use sink::{Limits, MatchSink};
 const MAX_LINE_BYTES: usize = 64 << 20;
 /// The largest compiled regular expression, and the largest cache of its automaton, for each thread.
 const MAX_REGEX_BYTES: usize = 32 << 20;
+/// How much of the library's explanation of an invalid pattern is given.
+const MAX_REASON_BYTES: usize = 2000;
 
 /// Searches a file or a tree.
 pub fn grep(
@@ -57,6 +60,14 @@ pub fn grep(
     let search = Search { matcher: &matcher, limits, cancel, collector: &collector };
     match root.file_type {
         FileType::RegularFile => search.explicit_file(&root),
+        FileType::Directory if context.confined_to.is_some() => {
+            confined_walk::walk(context, &root, None, cancel, || TreeVisitor {
+                search: &search,
+                searcher: search.searcher(),
+                root: &root.path,
+                include: include.as_ref(),
+            });
+        }
         FileType::Directory => search.tree(context, &root.path, include.as_ref()),
         other => return Err(special_file(&root.path, other)),
     }
@@ -88,10 +99,21 @@ fn compile(request: &GrepRequest) -> Result<RegexMatcher, ErrorDetail> {
             ErrorCode::InvalidPattern,
             format!(
                 "the pattern is not a valid regular expression (Rust syntax, one line at a time; `\\` makes a \
-                 character literal): {error}"
+                 character literal): {}",
+                short_reason(&error.to_string())
             ),
         )
     })
+}
+
+/// The reason why a pattern does not compile. The library shows the whole pattern above the reason; for a long pattern
+/// only the reason is kept.
+fn short_reason(reason: &str) -> String {
+    if reason.len() <= MAX_REASON_BYTES {
+        return reason.to_owned();
+    }
+    let last = reason.lines().last().unwrap_or_default();
+    last.chars().take(MAX_REASON_BYTES / 4).collect()
 }
 
 struct Search<'a> {
@@ -156,10 +178,7 @@ impl Search<'_> {
         if kind.is_dir() {
             return if self.collector.needs_directory(path) { WalkState::Continue } else { WalkState::Skip };
         }
-        let is_wanted = kind.is_file()
-            && include.is_none_or(|include| include.is_match(path.strip_prefix(root).unwrap_or(path)))
-            && self.collector.needs_file(path);
-        if is_wanted {
+        if kind.is_file() && self.wants(root, include, path) {
             let flags =
                 OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
             match openat(CWD, path, flags, Mode::empty()) {
@@ -172,6 +191,12 @@ impl Search<'_> {
             }
         }
         WalkState::Continue
+    }
+
+    /// Whether a file may have matches for the answer.
+    fn wants(&self, root: &Path, include: Option<&GlobPattern>, path: &Path) -> bool {
+        include.is_none_or(|include| include.is_match(path.strip_prefix(root).unwrap_or(path)))
+            && self.collector.needs_file(path)
     }
 
     /// Searches one file; says whether it is binary.
@@ -195,6 +220,38 @@ impl Search<'_> {
         if !is_gone {
             self.collector.skip_message(error.to_string());
         }
+    }
+}
+
+/// Searches the files of a confined walk.
+struct TreeVisitor<'a> {
+    search: &'a Search<'a>,
+    searcher: Searcher,
+    root: &'a Path,
+    include: Option<&'a GlobPattern>,
+}
+
+impl Visitor for TreeVisitor<'_> {
+    fn enters(&mut self, directory: &Path) -> bool {
+        self.search.collector.needs_directory(directory)
+    }
+
+    fn entry(&mut self, entry: &Entry<'_>) {
+        if entry.file_type != FileType::RegularFile || !self.search.wants(self.root, self.include, entry.path)
+        {
+            return;
+        }
+        match entry.open() {
+            Ok(Some(file)) => {
+                self.search.file(&mut self.searcher, &file, entry.path);
+            }
+            Ok(None) => {}
+            Err(errno) => self.failure(entry.path, errno),
+        }
+    }
+
+    fn failure(&mut self, path: &Path, errno: Errno) {
+        self.search.collector.skip(path, &io::Error::from(errno).to_string());
     }
 }
 

@@ -3,17 +3,20 @@
 //! A file is read once, through a fixed buffer: the same pass numbers the page's lines, counts all lines and
 //! computes the SHA-256. Over 256 MiB only as much is read as the page needs, and count and hash are null.
 //!
+//! A file is read to its end, whatever size it reports: files of `/proc` report 0. A file that grows while it is read
+//! is read up to 64 MiB, or up to the size it had when it was opened if that is more, so that reading always ends.
+//!
 //! What is shown: `\r\n` and `\n` both end a line and are not shown, a lone `\r` stays; a byte order mark is not
 //! shown; bytes that are not UTF-8 become U+FFFD. A line over 2000 characters is cut and says so. Following
 //! `next_offset` gives every line exactly once.
 
 mod directory;
 mod pager;
+mod raw;
 mod similar;
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
@@ -29,22 +32,13 @@ use crate::location::Location;
 use crate::read::pager::Pager;
 use crate::text::{BOM, HEAD_BYTES, hex_digest, is_binary, media_type};
 
+pub use raw::{RawFile, RawReader, open_raw};
 pub(crate) use similar::not_found;
 
 /// Larger files are neither counted nor hashed.
 const MAX_COUNTED_BYTES: u64 = 256 << 20;
 const BUFFER_BYTES: usize = 128 * 1024;
-
-/// A file that was opened to be handed out as it is.
-#[derive(Debug)]
-pub struct RawFile {
-    /// The open file, at its beginning.
-    pub file: File,
-    /// Its size when it was opened. Files of `/proc` say 0 and have more.
-    pub size: u64,
-    /// What kind of file it is.
-    pub media_type: String,
-}
+const PAGE_BYTES: usize = 4096;
 
 /// Reads a page of a file or directory. `raw` is not answered here but by [`open_raw`].
 pub fn read(
@@ -69,44 +63,25 @@ pub fn read(
     }
 }
 
-/// Opens a file whose exact bytes the caller hands on. Refuses files over 64 MiB.
-pub fn open_raw(context: &Context, path: &str) -> Result<RawFile, ErrorDetail> {
-    let (location, file, stat) = open(context, path)?;
-    let size = size_of(&stat);
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::RegularFile => {}
-        FileType::Directory => {
-            return Err(wrong_type(
-                &location.path,
-                "a directory",
-                "raw gives the bytes of files; leave raw out to list it",
-            ));
-        }
-        other => return Err(special_file(&location.path, other)),
-    }
-    if size > MAX_FILE_BYTES {
-        return Err(ErrorDetail::new(
-            ErrorCode::TooLarge,
-            format!(
-                "{} has {size} bytes: raw gives at most {MAX_FILE_BYTES}; read pages of it, or split it with bash",
-                location.path.display()
-            ),
-        ));
-    }
-    let mut head = vec![0; HEAD_BYTES];
-    let read = file.read_at(&mut head, 0).map_err(|error| io_error("read", &location.path, &error))?;
-    Ok(RawFile { file, size, media_type: media_type(&head[..read]).to_owned() })
-}
-
 fn open(context: &Context, path: &str) -> Result<(Location, File, Stat), ErrorDetail> {
     let path = context.request_path("file_path", path)?;
     let location = context.locate(&path)?;
-    let file = location.open().map_err(|errno| match errno {
-        Errno::NOENT => not_found(&location),
-        other => os_error("read", &location.path, other),
-    })?;
+    let file = location.open().map_err(|errno| open_failure("read", &location, errno))?;
     let stat = fstat(&file).map_err(|errno| os_error("read", &location.path, errno))?;
     Ok((location, file, stat))
+}
+
+/// The failure of opening something. A device may refuse to be opened with any error; what it is says more.
+pub(crate) fn open_failure(doing: &str, location: &Location, errno: Errno) -> ErrorDetail {
+    if errno == Errno::NOENT {
+        return not_found(location);
+    }
+    match location.stat().map(|stat| FileType::from_raw_mode(stat.st_mode)) {
+        Ok(FileType::RegularFile | FileType::Directory | FileType::Symlink) | Err(_) => {
+            os_error(doing, &location.path, errno)
+        }
+        Ok(special) => special_file(&location.path, special),
+    }
 }
 
 pub(crate) fn size_of(stat: &Stat) -> u64 {
@@ -132,8 +107,10 @@ fn read_file(
     cancel: &AtomicBool,
 ) -> Result<ReadAnswer, ErrorDetail> {
     let fail = |error: std::io::Error| io_error("read", path, &error);
-    let mut buffer =
-        vec![0; BUFFER_BYTES.min(usize::try_from(size).unwrap_or(BUFFER_BYTES).max(HEAD_BYTES) + 1)];
+    // Whole pages, since some files of `/proc` only give whole records.
+    let wanted = usize::try_from(size).unwrap_or(BUFFER_BYTES).clamp(HEAD_BYTES, BUFFER_BYTES - 1) + 1;
+    let mut buffer = vec![0; wanted.next_multiple_of(PAGE_BYTES)];
+    let most = size.max(MAX_FILE_BYTES);
     let mut counts = size <= MAX_COUNTED_BYTES;
     let mut hasher = Sha256::new();
     let mut pager = Pager::new(offset, limit);
@@ -158,8 +135,15 @@ fn read_file(
         if is_at_end || (!counts && (binary_type.is_some() || pager.knows_next_page())) {
             break;
         }
+        let room = usize::try_from(most.saturating_sub(total)).unwrap_or(usize::MAX).min(buffer.len());
+        if room == 0 {
+            // What comes now was added since the file was opened, or its size was not known.
+            is_at_end = total == size;
+            counts = counts && is_at_end;
+            break;
+        }
         check_cancel(cancel)?;
-        filled = fill(&mut file, &mut buffer, 1, &mut is_at_end).map_err(fail)?;
+        filled = fill(&mut file, &mut buffer[..room], 1, &mut is_at_end).map_err(fail)?;
     }
 
     let mut answer = ReadAnswer {
@@ -181,26 +165,35 @@ fn read_file(
     answer.next_offset = page.next_offset;
     answer.content = page.content;
     answer.note = page.note;
+    if !is_at_end && !answer.truncated {
+        answer.truncated = true;
+        answer.note = Some(format!("Only the first {total} bytes were read; use bash for the rest."));
+    }
     Ok(answer)
 }
 
-/// Reads until at least `least` bytes are there, or the end. A file that has nothing to say yet ends here.
+/// Reads until at least `least` bytes are there, or the end.
 fn fill(file: &mut File, buffer: &mut [u8], least: usize, is_at_end: &mut bool) -> std::io::Result<usize> {
     let mut filled = 0;
     while filled < least {
-        match file.read(&mut buffer[filled..]) {
-            Ok(0) => {
+        match read_some(file, &mut buffer[filled..])? {
+            0 => {
                 *is_at_end = true;
                 break;
             }
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == ErrorKind::Interrupted => {}
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                *is_at_end = true;
-                break;
-            }
-            Err(error) => return Err(error),
+            read => filled += read,
         }
     }
     Ok(filled)
+}
+
+/// Reads once, again after a signal. A file that would have to be waited for ends here.
+fn read_some(file: &mut File, buffer: &mut [u8]) -> std::io::Result<usize> {
+    loop {
+        match file.read(buffer) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(0),
+            result => return result,
+        }
+    }
 }

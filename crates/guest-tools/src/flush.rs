@@ -1,0 +1,36 @@
+//! Writes small files through to the disk right after they were acknowledged: waiting for that would take longer than all the
+//! rest of a small write.
+
+use std::fs::File;
+use std::sync::OnceLock;
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+
+/// Files that wait. More are flushed by whoever writes them.
+const MAX_WAITING: usize = 64;
+const STACK_BYTES: usize = 64 * 1024;
+
+/// Flushes a file in a moment.
+pub(crate) fn soon(file: File) {
+    static FLUSHER: OnceLock<Option<SyncSender<File>>> = OnceLock::new();
+    let left = match FLUSHER.get_or_init(start) {
+        Some(flusher) => match flusher.try_send(file) {
+            Ok(()) => return,
+            Err(TrySendError::Full(file) | TrySendError::Disconnected(file)) => file,
+        },
+        None => file,
+    };
+    // The content is in its place already: a failure shows with the next write.
+    let _ = left.sync_data();
+}
+
+/// Starts the thread that flushes; none when the sandbox has no room for one.
+fn start() -> Option<SyncSender<File>> {
+    let (sender, receiver) = sync_channel::<File>(MAX_WAITING);
+    let flush = move || {
+        for file in receiver {
+            let _ = file.sync_data();
+        }
+    };
+    std::thread::Builder::new().name("flush".to_owned()).stack_size(STACK_BYTES).spawn(flush).ok()?;
+    Some(sender)
+}
