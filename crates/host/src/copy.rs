@@ -5,14 +5,16 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use crate::files::{create_private, remove_if_there};
 use rustix::fs::{SeekFrom, copy_file_range, ioctl_ficlone, seek};
 use rustix::io::Errno;
 
-/// Copies a file: shares its blocks where the file system can, else copies what is data and leaves holes out. The copy
+/// Copies a file to one that only its owner can use: shares its blocks where the file system can, else copies what is data and leaves holes out. The copy
 /// is on disk when this returns.
 pub fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
     let source = File::open(from)?;
-    let target = File::create(to)?;
+    remove_if_there(to)?;
+    let target = create_private(to)?;
     if ioctl_ficlone(&target, &source).is_err() {
         copy_data(&source, &target)?;
     }
@@ -22,6 +24,17 @@ pub fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
 /// What a file takes on the disk, its holes left out.
 pub fn taken_bytes(path: &Path) -> io::Result<u64> {
     Ok(std::fs::metadata(path)?.blocks() * 512)
+}
+
+/// What a file may still grow by: its holes.
+pub fn growth(path: &Path) -> io::Result<u64> {
+    let file = std::fs::metadata(path)?;
+    Ok(file.len().saturating_sub(file.blocks() * 512))
+}
+
+/// Takes all that a file can hold on the disk, so that a write to it never finds the disk full.
+pub fn reserve_all(file: &File, bytes: u64) -> io::Result<()> {
+    Ok(rustix::fs::fallocate(file, rustix::fs::FallocateFlags::KEEP_SIZE, 0, bytes)?)
 }
 
 fn copy_data(source: &File, target: &File) -> io::Result<()> {

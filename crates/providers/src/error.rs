@@ -11,12 +11,18 @@ pub enum ProviderError {
     /// The request can't be satisfied by this provider: an image that is not there, limits it can't give.
     #[error("{0}")]
     Unacceptable(String),
+    /// The host's disk has no room for it.
+    #[error("{0}")]
+    NoRoom(String),
     /// The sandbox is not running.
     #[error("the sandbox is not running: {0}")]
     NotRunning(String),
     /// There is no such sandbox any more.
     #[error("the sandbox is gone: {0}")]
     Gone(String),
+    /// It runs, but its agent does not answer.
+    #[error("the sandbox runs but its agent does not answer: {0}")]
+    Unresponsive(String),
     /// A step took too long.
     #[error("{what} did not end within {seconds} s")]
     TimedOut {
@@ -47,10 +53,12 @@ impl From<ProviderError> for ErrorDetail {
         let code = match &error {
             ProviderError::Unavailable(_) => ErrorCode::Unavailable,
             ProviderError::Unacceptable(_) => ErrorCode::Unacceptable,
+            ProviderError::NoRoom(_) => ErrorCode::HostDiskFull,
             ProviderError::TimedOut { .. } => ErrorCode::DeadlineExceeded,
-            ProviderError::NotRunning(_) | ProviderError::Gone(_) | ProviderError::Failed { .. } => {
-                ErrorCode::ProviderFailed
-            }
+            ProviderError::NotRunning(_)
+            | ProviderError::Gone(_)
+            | ProviderError::Unresponsive(_)
+            | ProviderError::Failed { .. } => ErrorCode::ProviderFailed,
         };
         ErrorDetail::new(code, error.to_string())
     }

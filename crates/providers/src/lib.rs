@@ -10,17 +10,16 @@
 mod container;
 mod error;
 mod firecracker;
-mod guest_binary;
 mod sandbox;
 mod starts;
 
 pub use container::{
-    ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError, GVISOR_MISSING, Runtime,
+    ContainerHost, ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError,
+    GVISOR_MISSING, Runtime,
 };
 pub use error::ProviderError;
 pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
-pub use guest_binary::InstalledGuest;
 pub use sandbox::{
-    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider, Volume,
-    WorkspaceProvider,
+    DiskFault, DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider,
+    Volume, WorkspaceProvider,
 };

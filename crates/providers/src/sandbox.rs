@@ -1,5 +1,6 @@
 //! The seam between control plane and providers.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,6 +26,8 @@ pub struct SandboxSpec {
     pub image: String,
     /// What it may use at most.
     pub limits: ResourceLimits,
+    /// How many tasks (processes and threads) its commands may have at most.
+    pub max_tasks: u32,
     /// What it can reach.
     pub network: NetworkMode,
     /// A copy of another workspace's files to begin with; an empty disk unless given.
@@ -66,6 +69,31 @@ pub struct Sandbox {
     pub disk_quota: DiskQuota,
     /// What its user should know: reduced isolation, limits that were lowered.
     pub warnings: Vec<String>,
+    /// Its disk had errors, which were mended before it started.
+    pub disk_was_mended: bool,
+}
+
+/// What a sandbox that runs does to the host's disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskUse {
+    /// The workspace it belongs to.
+    pub id: WorkspaceId,
+    /// What it has written that takes room from others. It grows as long as that goes on.
+    pub written_bytes: u64,
+    /// Why the sandbox can't go on as it is.
+    pub fault: Option<DiskFault>,
+}
+
+/// Why a sandbox can't go on as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DiskFault {
+    /// It has written more outside its volumes than it may. [`WorkspaceProvider::renew`] removes that.
+    TooMuchOutside {
+        /// What it may write, in bytes.
+        limit: u64,
+    },
+    /// The kernel met errors on its disk. [`WorkspaceProvider::resume`] mends what is not in use.
+    Errors,
 }
 
 /// How a sandbox was found.
@@ -128,6 +156,16 @@ pub trait WorkspaceProvider: Send + Sync {
     /// Whether it works now.
     async fn health(&self) -> Health;
 
+    /// Shows that sandboxes start, by starting one where no start has shown it of late. What is wrong, when they do not.
+    async fn prove(&self) -> Option<String> {
+        None
+    }
+
+    /// Removes what earlier versions shared between sandboxes and no sandbox uses any more.
+    async fn tidy(&self) -> Result<(), ProviderError> {
+        Ok(())
+    }
+
     /// Makes a sandbox and starts it.
     async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
 
@@ -136,6 +174,22 @@ pub trait WorkspaceProvider: Send + Sync {
 
     /// Stops a sandbox; all its files are kept.
     async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError>;
+
+    /// Ends a sandbox at once, whatever runs in it and whether or not it answers; all its files are kept.
+    async fn kill(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        self.stop(id).await
+    }
+
+    /// Directories of this host whose disks hold what sandboxes write.
+    fn storage(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// What each sandbox that runs does to the host's disk, where this host's disk is what it writes to. `closely`: whatever
+    /// it takes to know.
+    async fn look_at_disks(&self, _closely: bool) -> Vec<DiskUse> {
+        Vec::new()
+    }
 
     /// Starts a stopped sandbox, or makes it again on its files when it was removed behind our back.
     async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;

@@ -8,29 +8,38 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use emergent_failpoint::failpoint;
-use emergent_host::copy::{copy_sparse, taken_bytes};
-use emergent_host::files::remove_if_there;
-use emergent_host::program::{command, failure, run};
+use emergent_host::copy::{copy_sparse, growth, reserve_all, taken_bytes};
+use emergent_host::ext4;
+use emergent_host::files::{create_private, ensure_private_directory, make_files_private, remove_if_there};
+use emergent_host::loop_device::{self, Access};
+use emergent_host::program::run;
+use emergent_host::room::{Room, RoomRules};
 use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
 
-/// Room that must be left on the host after a disk was promised.
-const HOST_RESERVE_BYTES: u64 = 512 << 20;
+/// How a disk was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ensured {
+    /// New, or without errors.
+    Whole,
+    /// It had errors, which were mended.
+    Mended,
+}
 
 /// The directories of an installation's disks, and of copies of them.
 #[derive(Clone, Debug)]
 pub(crate) struct Disks {
     directory: PathBuf,
     snapshots: PathBuf,
+    room: Room,
 }
 
 impl Disks {
     /// Disks under this directory, if this host can have them: they need root, loop devices and mke2fs.
-    pub(crate) fn open(data_dir: &Path) -> Result<Self, String> {
+    pub(crate) fn open(data_dir: &Path, rules: RoomRules) -> Result<Self, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("loop devices need root".to_owned());
         }
@@ -44,11 +53,14 @@ impl Disks {
         }
         let make = |name: &str| {
             let path = data_dir.join(name);
-            fs::create_dir_all(&path)
+            // Disks that an older version made could be read by everybody.
+            ensure_private_directory(&path)
+                .and_then(|()| make_files_private(&path))
                 .and_then(|()| path.canonicalize())
                 .map_err(|error| format!("{}: {error}", path.display()))
         };
-        Ok(Self { directory: make("disks")?, snapshots: make("snapshots")? })
+        let directory = make("disks")?;
+        Ok(Self { room: Room::new(&directory, rules), snapshots: make("snapshots")?, directory })
     }
 
     fn image(&self, disk: &str) -> PathBuf {
@@ -65,42 +77,75 @@ impl Disks {
         self.image(&disk_of(id, None)).exists()
     }
 
-    /// Makes a disk, empty or out of a snapshot, unless it is there; and attaches it.
-    pub(crate) fn ensure(&self, disk: &str, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
+    /// Makes a disk, empty or out of a snapshot, unless it is there; and attaches it. One that is there and has errors is
+    /// mended before anything uses it.
+    pub(crate) fn ensure(&self, disk: &str, size: ByteSize, from: Option<SnapshotId>) -> io::Result<Ensured> {
         let image = self.image(disk);
-        if !image.exists() {
-            // A disk appears under its name only when it is whole.
-            let unfinished = image.with_extension("new");
-            let copied = from.map(|snapshot| self.snapshot_image(snapshot));
-            let made = self
-                .check_room(copied.as_deref())
-                .and_then(|()| match &copied {
-                    None => format(&unfinished, size),
-                    Some(copied) => grow_copy(copied, &unfinished, size),
-                })
-                .and_then(|()| fs::rename(&unfinished, &image));
-            if made.is_err() {
-                let _ = fs::remove_file(&unfinished);
+        let mut ensured = Ensured::Whole;
+        if image.exists() {
+            // The engine mounts it with the next start. It is mounted now only where the engine was not told that it is not.
+            let is_mounted = ext4::errors_while_mounted(&self.device(disk)).is_some();
+            if !is_mounted && ext4::may_have_errors(&image)? {
+                ext4::check(&image)?;
+                ensured = Ensured::Mended;
             }
-            made?;
+        } else {
+            self.make(&image, size, from)?;
             failpoint!("disk.made");
         }
-        self.attach(disk)
+        self.attach(disk)?;
+        Ok(ensured)
     }
 
-    /// Refuses a new disk, or a copy of one, that the host has no room for.
-    fn check_room(&self, copied: Option<&Path>) -> io::Result<()> {
-        let free = rustix::fs::statvfs(&self.directory).map(|stat| stat.f_bavail * stat.f_frsize)?;
-        let needed = copied.map(taken_bytes).transpose()?.unwrap_or(0);
-        if free < HOST_RESERVE_BYTES + needed {
-            let message = format!(
-                "only {} MiB are left on the host's disk, {} MiB are needed",
-                free >> 20,
-                (HOST_RESERVE_BYTES + needed) >> 20
-            );
-            return Err(io::Error::new(io::ErrorKind::StorageFull, message));
+    fn make(&self, image: &Path, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
+        // A disk appears under its name only when it is whole.
+        let unfinished = image.with_extension("new");
+        let copied = from.map(|snapshot| self.snapshot_image(snapshot));
+        let written = copied.as_deref().map(taken_bytes).transpose()?.unwrap_or(0);
+        let _part = self.room.promise(written, size.bytes().saturating_sub(written), self.growth()?)?;
+        let made = match &copied {
+            None => format(&unfinished, size),
+            Some(copied) => grow_copy(copied, &unfinished, size),
+        };
+        let made =
+            made.and_then(|()| self.reserve(&unfinished)).and_then(|()| fs::rename(&unfinished, image));
+        if made.is_err() {
+            let _ = fs::remove_file(&unfinished);
         }
-        Ok(())
+        made
+    }
+
+    /// Takes all that a disk can hold, where the host promises no more than it has.
+    fn reserve(&self, image: &Path) -> io::Result<()> {
+        if !self.room.rules().reserves_all() {
+            return Ok(());
+        }
+        let file = fs::OpenOptions::new().write(true).open(image)?;
+        reserve_all(&file, file.metadata()?.len())
+    }
+
+    /// Whether disks have all their bytes from the first.
+    pub(crate) fn are_reserved(&self) -> bool {
+        self.room.rules().reserves_all()
+    }
+
+    /// Where the disks are.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What the disks that are there may still grow by.
+    fn growth(&self) -> io::Result<u64> {
+        let images = fs::read_dir(&self.directory)?.filter_map(|entry| Some(entry.ok()?.path()));
+        Ok(images
+            .filter(|path| path.extension() == Some(OsStr::new("img")))
+            .filter_map(|path| growth(&path).ok())
+            .sum())
+    }
+
+    /// Whether the kernel has met errors on a workspace's disk since it was mounted.
+    pub(crate) fn has_errors(&self, id: WorkspaceId) -> bool {
+        ext4::errors_while_mounted(&self.device(&disk_of(id, None))).is_some_and(|errors| errors > 0)
     }
 
     fn snapshot_image(&self, id: SnapshotId) -> PathBuf {
@@ -110,11 +155,11 @@ impl Disks {
     /// Copies a workspace's disk, which nobody must be writing to. Gives the bytes that the copy takes.
     pub(crate) fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<u64> {
         let own = self.image(&disk_of(id, None));
-        self.check_room(Some(&own))?;
+        let _part = self.room.take(taken_bytes(&own)?)?;
         let image = self.snapshot_image(to);
         let unfinished = image.with_extension("new");
         let made = copy_sparse(&own, &unfinished)
-            .and_then(|()| check_file_system(&unfinished))
+            .and_then(|()| ext4::check(&unfinished))
             .and_then(|()| fs::rename(&unfinished, &image));
         if made.is_err() {
             let _ = fs::remove_file(&unfinished);
@@ -136,21 +181,7 @@ impl Disks {
 
     /// Attaches a disk that is not attached (after a restart of the host), and points its link to the device.
     fn attach(&self, disk: &str) -> io::Result<()> {
-        let image = self.image(disk);
-        let device = match attached_device(&image)? {
-            Some(device) => device,
-            None => {
-                let arguments = [OsStr::new("--find"), OsStr::new("--show"), image.as_os_str()];
-                PathBuf::from(run("losetup", &arguments)?.trim())
-            }
-        };
-        let (link, unfinished) = (self.device(disk), self.device(disk).with_extension("newdev"));
-        if fs::read_link(&link).is_ok_and(|target| target == device) {
-            return Ok(());
-        }
-        let _ = fs::remove_file(&unfinished);
-        symlink(&device, &unfinished)?;
-        fs::rename(&unfinished, &link)
+        loop_device::attach(&self.image(disk), &self.device(disk), Access::ReadWrite)
     }
 
     /// Detaches and removes a workspace's disks, and whatever an interrupted step left of them.
@@ -167,9 +198,7 @@ impl Disks {
 
     fn remove_disk(&self, disk: &str) -> io::Result<()> {
         let image = self.image(disk);
-        if let Some(device) = attached_device(&image)? {
-            run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
-        }
+        loop_device::detach(&image)?;
         failpoint!("disk.detached");
         let (link, unfinished) = (self.device(disk), image.with_extension("new"));
         remove_files(&[link.with_extension("newdev"), link, unfinished, image])
@@ -208,9 +237,8 @@ fn remove_files(paths: &[PathBuf]) -> io::Result<()> {
 
 /// Makes an empty file system.
 fn format(image: &Path, size: ByteSize) -> io::Result<()> {
-    let file = fs::File::create(image)?;
-    file.set_len(size.bytes())?;
-    drop(file);
+    remove_if_there(image)?;
+    create_private(image)?.set_len(size.bytes())?;
     let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
     let arguments = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", options].map(OsStr::new);
     run("mke2fs", &[&arguments[..], &[image.as_os_str()]].concat()).map(drop)
@@ -225,46 +253,4 @@ fn grow_copy(from: &Path, to: &Path, size: ByteSize) -> io::Result<()> {
         run("resize2fs", &[to.as_os_str()])?;
     }
     Ok(())
-}
-
-/// Replays the journal of a file system that was copied while it was in use, and makes sure that it is whole.
-fn check_file_system(image: &Path) -> io::Result<()> {
-    let arguments = [OsStr::new("-f"), OsStr::new("-p"), image.as_os_str()];
-    let output = command("e2fsck").args(arguments).output()?;
-    // 1: something was mended, which the journal counts as.
-    match output.status.code() {
-        Some(0 | 1) => Ok(()),
-        _ => Err(failure("e2fsck", &output)),
-    }
-}
-
-/// The loop device that a file is attached to. Found by the file itself: the path that a device shows is that of the
-/// server that attached it, and means nothing to one in another container.
-fn attached_device(image: &Path) -> io::Result<Option<PathBuf>> {
-    if !image.exists() {
-        return device_of_path(image);
-    }
-    let options = ["--noheadings", "--output", "NAME", "--associated"].map(OsStr::new);
-    let found = run("losetup", &[&options[..], &[image.as_os_str()]].concat())?;
-    Ok(found.lines().next().map(|line| PathBuf::from(line.trim())))
-}
-
-/// The loop device of a file that is gone.
-fn device_of_path(image: &Path) -> io::Result<Option<PathBuf>> {
-    for entry in fs::read_dir("/sys/block")? {
-        let entry = entry?;
-        let name = entry.file_name();
-        if !name.as_encoded_bytes().starts_with(b"loop") {
-            continue;
-        }
-        let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else {
-            continue;
-        };
-        // A file that was removed while attached is shown with this ending.
-        let backing = backing.trim_end_matches('\n').trim_end_matches(" (deleted)");
-        if Path::new(backing) == image {
-            return Ok(Some(Path::new("/dev").join(name)));
-        }
-    }
-    Ok(None)
 }

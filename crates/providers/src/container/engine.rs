@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bollard::errors::Error as BollardError;
 use bollard::models::{ContainerCreateBody, ContainerInspectResponse, ImageConfig, SystemInfo};
@@ -225,6 +225,18 @@ impl Engine {
         }
     }
 
+    /// Waits until the engine has noticed that a container runs no more. True when it has, or there is none.
+    pub(crate) async fn wait_until_ended(&self, name: &str, most: Duration) -> bool {
+        let waited = async {
+            let options = WaitContainerOptionsBuilder::new().condition("not-running").build();
+            let mut ended = self.docker().await?.wait_container(name, Some(options));
+            // Its exit code comes as an answer or as an error: either says that it has ended, or is not there.
+            let _ = ended.next().await;
+            Ok::<(), EngineError>(())
+        };
+        matches!(tokio::time::timeout(most, waited).await, Ok(Ok(())))
+    }
+
     async fn wait_until_removed(&self, name: &str) -> Result<(), EngineError> {
         let options = WaitContainerOptionsBuilder::new().condition("removed").build();
         let mut ended = self.docker().await?.wait_container(name, Some(options));
@@ -271,17 +283,16 @@ impl Engine {
         }
     }
 
-    /// Removes a volume.
+    /// Removes a volume. One that is in use, or that the engine takes to be, is a conflict.
     pub(crate) async fn remove_volume(&self, name: &str) -> Result<(), EngineError> {
-        gone_is_fine(
-            within(
-                ACT,
-                self.docker()
-                    .await?
-                    .remove_volume(name, None::<bollard::query_parameters::RemoveVolumeOptions>),
-            )
-            .await,
-        )
+        let docker = self.docker().await?;
+        let options = None::<bollard::query_parameters::RemoveVolumeOptions>;
+        match gone_is_fine(within(ACT, docker.remove_volume(name, options)).await) {
+            Err(EngineError::Other(message)) if message.contains("volume has active mounts") => {
+                Err(EngineError::Conflict(message))
+            }
+            removed => removed,
+        }
     }
 
     /// Labels and state of all containers with this label.
@@ -300,6 +311,31 @@ impl Engine {
                 (container.labels.unwrap_or_default(), running)
             })
             .collect())
+    }
+
+    /// Names of all containers with this label, and when they were made.
+    pub(crate) async fn containers_with_age(
+        &self,
+        label: &str,
+    ) -> Result<Vec<(String, SystemTime)>, EngineError> {
+        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
+        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
+        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
+        let made = |seconds: i64| UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
+        let each = found.into_iter().filter_map(|container| {
+            let name = container.names?.first()?.trim_start_matches('/').to_owned();
+            Some((name, made(container.created.unwrap_or(0))))
+        });
+        Ok(each.collect())
+    }
+
+    /// What the containers with this label mount.
+    pub(crate) async fn mount_sources(&self, label: &str) -> Result<Vec<String>, EngineError> {
+        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
+        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
+        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
+        let mounts = found.into_iter().flat_map(|container| container.mounts.unwrap_or_default());
+        Ok(mounts.filter_map(|mount| mount.source).collect())
     }
 
     /// Labels of all volumes with this label.

@@ -7,22 +7,31 @@
 //! an exec of their own.
 
 mod disk;
+mod disk_watch;
 mod engine;
 mod firewall;
+mod guest_image;
+mod host;
+mod legacy_guest;
 mod network;
 mod oom;
+mod probe;
+mod processes;
 mod provider;
 mod spec;
 mod stream;
 
 pub use engine::{DOCKER_HOST_VARIABLE, Engine, EngineError};
-pub use provider::{ContainerOptions, ContainerProvider, GVISOR_MISSING, Runtime};
+pub use host::{ContainerHost, ContainerOptions};
+pub use provider::{ContainerProvider, GVISOR_MISSING, Runtime};
 pub(crate) use provider::{no_image, program_of};
 
 /// Names the installation that owns a container, volume or network.
 pub(crate) const LABEL_INSTALLATION: &str = "emergent.installation";
 /// Names the workspace that a container or volume belongs to.
 pub(crate) const LABEL_WORKSPACE: &str = "emergent.workspace";
+/// How many bytes a sandbox may write outside its volumes.
+pub(crate) const LABEL_ROOT_LIMIT: &str = "emergent.root-limit";
 
 /// A named volume of a workspace.
 pub(crate) fn volume_name_of(id: emergent_wire::WorkspaceId, volume: &str) -> String {

@@ -53,15 +53,6 @@ impl Network {
         Ok(())
     }
 
-    /// Puts network and rules in place again, whoever took them away.
-    pub(crate) async fn repair(&self, engine: &Engine) -> Result<(), ProviderError> {
-        let mut ready = self.ready.lock().await;
-        *ready = false;
-        self.make(engine).await?;
-        *ready = true;
-        Ok(())
-    }
-
     async fn make(&self, engine: &Engine) -> Result<(), ProviderError> {
         let made =
             self.create(engine).await.map_err(|error| ProviderError::failed("creating the network", error));
@@ -101,8 +92,11 @@ impl Network {
             Ok(_) => Ok(()),
             Err(EngineError::NotFound(_)) => match within(ACT, docker.create_network(request)).await {
                 Ok(_) => Ok(()),
-                Err(EngineError::Conflict(_)) => Ok(()),
-                Err(error) => Err(error),
+                // Another server of the installation may have made it meanwhile. Engines say that in different ways (the
+                // name is taken, the bridge is taken), so the network itself is asked for.
+                Err(error) => {
+                    within(ACT, docker.inspect_network(&self.name, None)).await.map(drop).map_err(|_| error)
+                }
             },
             Err(error) => Err(error),
         }

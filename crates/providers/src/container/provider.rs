@@ -1,43 +1,53 @@
 //! The provider itself: create, stop, resume, destroy, and how it is doing.
 
 use std::collections::HashMap;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bollard::models::{ImageConfig, SystemInfo};
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
-use emergent_host::network::host_nameservers;
-use emergent_wire::id::InstallationId;
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName,
 };
 use emergent_wire::{SnapshotId, WorkspaceId};
 
-use super::disk::{Disks, disk_of};
-use super::engine::{Engine, EngineError};
-use super::network::Network;
+use super::disk::{Disks, Ensured, disk_of};
+use super::disk_watch::RootLayer;
+use super::engine::EngineError;
+use super::guest_image::{GuestImage, GuestVolume};
+use super::host::{ContainerHost, cpus_of, on_disk};
 use super::oom::{self, KillCounter};
+use super::processes::ContainerProcesses;
 use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
-use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of};
+use super::{LABEL_WORKSPACE, name_of};
 use crate::error::ProviderError;
-use crate::guest_binary::InstalledGuest;
 use crate::sandbox::{
-    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure,
+    DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider,
+    configure,
 };
 use crate::starts::Starts;
 
 /// What is said when the engine can't run gVisor containers.
 pub const GVISOR_MISSING: &str = "gVisor runtime not available";
 /// The engine's name for gVisor's runtime.
-const RUNSC: &str = "runsc";
+pub(super) const RUNSC: &str = "runsc";
 /// How long the agent's own grace for processes (8 s) may take, and then some.
 const STOP_GRACE_S: i32 = 12;
+/// How long the engine may take to stop a container beyond its grace before the container's processes are killed.
+const STOP_MARGIN: Duration = Duration::from_secs(6);
+/// How long the engine may take to remove a container whose processes are gone.
+const REMOVE_TIME: Duration = Duration::from_secs(10);
+/// How long the engine may take to name a container's processes, or to notice that they are gone.
+const NOTICE_TIME: Duration = Duration::from_secs(5);
+/// How long a new channel to a container that runs may take.
+const CHANNEL_TIME: Duration = Duration::from_secs(25);
 /// How long the channel on a container's own streams may take.
 const ATTACHED_WITHIN: Duration = Duration::from_secs(6);
 
@@ -50,101 +60,59 @@ pub enum Runtime {
     Plain,
 }
 
-/// How to reach the engine and where to keep things.
-#[derive(Clone, Debug)]
-pub struct ContainerOptions {
-    /// Who owns what is made.
-    pub installation: InstallationId,
-    /// Where disks and the guest agent's binary are kept.
-    pub data_dir: PathBuf,
-    /// The engine's address; `DOCKER_HOST` or the usual socket unless given.
-    pub docker_host: Option<String>,
-    /// The name servers that sandboxes use; the host's unless given.
-    pub nameservers: Vec<std::net::IpAddr>,
-}
-
 /// Containers on a Docker engine.
 pub struct ContainerProvider {
-    runtime: Runtime,
-    installation: InstallationId,
-    engine: Engine,
-    guest: InstalledGuest,
-    /// The agent's file can't be seen by the engine (it runs elsewhere): it is copied into each container.
-    copy_guest: AtomicBool,
-    disks: Result<Disks, String>,
-    network: Network,
-    host_cpus: AtomicU32,
+    pub(super) runtime: Runtime,
+    host: Arc<ContainerHost>,
     starts: Starts,
+    /// Held by whoever starts a probe.
+    probing: tokio::sync::Mutex<()>,
     kill_counters: Mutex<HashMap<WorkspaceId, KillCounter>>,
+    /// Of the containers that this process has started or reached: known before the engine has to be asked.
+    processes: Mutex<HashMap<WorkspaceId, ContainerProcesses>>,
+    pub(super) root_layers: Mutex<HashMap<WorkspaceId, RootLayer>>,
+    /// When the engine was asked last which containers run.
+    pub(super) listed: Mutex<Option<Instant>>,
+}
+
+impl Deref for ContainerProvider {
+    type Target = ContainerHost;
+
+    fn deref(&self) -> &ContainerHost {
+        &self.host
+    }
 }
 
 impl ContainerProvider {
-    /// A provider on the engine that the options name. Nothing is asked of the engine yet.
-    pub fn new(runtime: Runtime, options: &ContainerOptions) -> Result<Self, ProviderError> {
-        let engine = Engine::open(options.docker_host.as_deref())
-            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
-        let guest = InstalledGuest::install(&options.data_dir.join("guest"))
-            .map_err(|error| ProviderError::failed("writing the guest agent", error))?;
-        let nameservers =
-            if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
-        Ok(Self {
+    /// A provider of containers of one kind. Nothing is asked of the engine yet.
+    pub fn new(runtime: Runtime, host: &Arc<ContainerHost>) -> Self {
+        Self {
             runtime,
-            installation: options.installation,
-            engine,
-            guest,
-            copy_guest: AtomicBool::new(false),
-            disks: Disks::open(&options.data_dir),
-            network: Network::new(options.installation, nameservers),
-            host_cpus: AtomicU32::new(0),
+            host: Arc::clone(host),
             starts: Starts::default(),
+            probing: tokio::sync::Mutex::default(),
             kill_counters: Mutex::default(),
-        })
+            processes: Mutex::default(),
+            root_layers: Mutex::default(),
+            listed: Mutex::default(),
+        }
     }
 
     fn disk_quota(&self) -> DiskQuota {
         if self.disks.is_ok() { DiskQuota::Enforced } else { DiskQuota::Watched }
     }
 
-    fn label(&self) -> String {
-        format!("{LABEL_INSTALLATION}={}", self.installation)
-    }
-
-    /// CPUs of the engine's host.
-    async fn host_cpus(&self) -> Result<u32, EngineError> {
-        match self.host_cpus.load(Ordering::Relaxed) {
-            0 => {
-                let cpus = cpus_of(&self.engine.info().await?);
-                self.host_cpus.store(cpus, Ordering::Relaxed);
-                Ok(cpus)
-            }
-            known => Ok(known),
-        }
-    }
-
     /// Makes the container, and its disk beside it.
-    async fn make(&self, spec: &SandboxSpec) -> Result<(), ProviderError> {
+    async fn make(&self, spec: &SandboxSpec) -> Result<Ensured, ProviderError> {
         if spec.network == NetworkMode::Nat {
             self.network.ensure(&self.engine).await?;
         }
-        let host_cpus = self.host_cpus().await.map_err(|error| self.sort(&error, spec))?;
-        let copied = self.copy_guest.load(Ordering::Relaxed);
-        let around = Surroundings {
-            installation: self.installation,
-            runtime: (self.runtime == Runtime::Gvisor).then_some(RUNSC),
-            guest: (!copied).then(|| self.guest.directory()),
-            disks: self.disks.as_ref().ok(),
-            network: &self.network.name,
-            host_cpus,
-        };
+        let guest = self.guest_volume().await?;
+        let around = self.surroundings(guest.as_ref()).await.map_err(|error| self.sort(&error, spec))?;
         let name = name_of(spec.id);
         let container = async {
             let created = self.engine.create(&name, spec::container(spec, &around)).await;
             match created {
-                Err(error) if !copied && self.cannot_bind(&error) => {
-                    let around = Surroundings { guest: None, ..around };
-                    self.copy_guest.store(true, Ordering::Relaxed);
-                    self.engine.create(&name, spec::container(spec, &around)).await
-                }
                 // Made by a call that was interrupted.
                 Err(EngineError::Conflict(message)) if message.contains("already in use") => Ok(()),
                 created => created,
@@ -153,22 +121,41 @@ impl ContainerProvider {
         let disk = self.ensure_disk(spec);
         let (container, disk) = tokio::join!(container, disk);
         container.map_err(|error| self.sort(&error, spec))?;
-        disk?;
+        let ensured = disk?;
         failpoint!("sandbox.made");
-        if self.copy_guest.load(Ordering::Relaxed) {
+        if guest.is_none() {
             self.copy_guest_into(&name).await?;
         }
-        Ok(())
+        Ok(ensured)
     }
 
-    /// Whether the engine does not see our files: it runs on another host or in another container.
-    fn cannot_bind(&self, error: &EngineError) -> bool {
-        let path = self.guest.directory().to_string_lossy();
-        matches!(error, EngineError::Refused(message) | EngineError::Other(message)
-            if message.contains("bind source path does not exist") && message.contains(&*path))
+    pub(super) async fn surroundings<'a>(
+        &'a self,
+        guest: Option<&'a GuestVolume>,
+    ) -> Result<Surroundings<'a>, EngineError> {
+        Ok(Surroundings {
+            installation: self.installation,
+            runtime: (self.runtime == Runtime::Gvisor).then_some(RUNSC),
+            guest,
+            disks: self.disks.as_ref().ok(),
+            network: &self.network.name,
+            host_cpus: self.host_cpus().await?,
+        })
     }
 
-    async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
+    /// The volume with the guest agent; none where each container gets a copy.
+    pub(super) async fn guest_volume(&self) -> Result<Option<GuestVolume>, ProviderError> {
+        if self.guest.is_none() {
+            return Ok(None);
+        }
+        let host = Arc::clone(&self.host);
+        on_disk("attaching the guest agent's image", move || {
+            host.guest.as_ref().map(GuestImage::volume).transpose()
+        })
+        .await
+    }
+
+    pub(super) async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
         let failed = |error: &dyn std::fmt::Display| ProviderError::failed("copying the guest agent", error);
         let archive = tar_of(GUEST_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES);
         let options = bollard::query_parameters::UploadToContainerOptionsBuilder::new().path("/").build();
@@ -189,17 +176,22 @@ impl ContainerProvider {
         }
     }
 
-    async fn ensure_disk(&self, spec: &SandboxSpec) -> Result<(), ProviderError> {
+    async fn ensure_disk(&self, spec: &SandboxSpec) -> Result<Ensured, ProviderError> {
         let Ok(disks) = self.disks.clone() else {
-            return Ok(());
+            return Ok(Ensured::Whole);
         };
         let (size, snapshot) = (spec.limits.disk, spec.snapshot);
         let own = disk_of(spec.id, None);
         let named: Vec<String> =
             spec.volumes.iter().map(|volume| disk_of(spec.id, Some(&volume.name))).collect();
         on_disk("making the disk", move || {
-            disks.ensure(&own, size, snapshot)?;
-            named.iter().try_for_each(|disk| disks.ensure(disk, size, None))
+            let mut ensured = disks.ensure(&own, size, snapshot)?;
+            for disk in &named {
+                if disks.ensure(disk, size, None)? == Ensured::Mended {
+                    ensured = Ensured::Mended;
+                }
+            }
+            Ok(ensured)
         })
         .await
     }
@@ -244,7 +236,7 @@ impl ContainerProvider {
 
     async fn greet(&self, spec: &SandboxSpec, attached: Attached) -> Result<GuestClient, ProviderError> {
         let connected = GuestClient::connect(attached.reader, attached.writer);
-        let (connected, pid) = tokio::join!(connected, self.pid_of(spec.id));
+        let (connected, pid) = tokio::join!(connected, self.note_process(spec.id));
         let channel = match connected {
             Ok(channel) => channel,
             Err(error) => {
@@ -264,12 +256,64 @@ impl ContainerProvider {
         Ok(channel)
     }
 
-    /// gVisor's process of a sandbox.
-    async fn pid_of(&self, id: WorkspaceId) -> Option<i64> {
-        if self.runtime != Runtime::Gvisor {
-            return None;
+    /// Finds the first process of a container, and remembers its control group.
+    pub(super) async fn note_process(&self, id: WorkspaceId) -> Option<i64> {
+        let found = self.engine.inspect(&name_of(id)).await.ok()?;
+        if let Some(layer) = RootLayer::of(&found) {
+            self.root_layers().insert(id, layer);
         }
-        self.engine.inspect(&name_of(id)).await.ok()?.state?.pid.filter(|pid| *pid > 0)
+        let pid = found.state?.pid.filter(|pid| *pid > 0)?;
+        if let Some(known) = ContainerProcesses::of(pid, &found.id?) {
+            self.processes().insert(id, known);
+        }
+        Some(pid).filter(|_| self.runtime == Runtime::Gvisor)
+    }
+
+    fn root_layers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, RootLayer>> {
+        self.root_layers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn processes(&self) -> MutexGuard<'_, HashMap<WorkspaceId, ContainerProcesses>> {
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Kills all processes of a container by its control group, and waits until the engine has noticed: asked to kill what has
+    /// just ended, its helper process for the container (the shim) may wait for ever. A container without a group is left to
+    /// the engine.
+    async fn kill_processes(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        if !self.processes().contains_key(&id) {
+            let _ = tokio::time::timeout(NOTICE_TIME, self.note_process(id)).await;
+        }
+        self.root_layers().remove(&id);
+        let Some(known) = self.processes().remove(&id) else {
+            return Ok(());
+        };
+        let shim = known.shim.clone();
+        on_disk("killing the sandbox's processes", move || known.group.kill()).await?;
+        let name = name_of(id);
+        if self.engine.wait_until_ended(&name, NOTICE_TIME).await {
+            return Ok(());
+        }
+        tracing::warn!(workspace = %id, "the engine does not notice that a container has ended: its shim is killed");
+        if let Some(shim) = shim {
+            on_disk("killing the container's shim", move || shim.kill()).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes a container, also one that its engine can't end.
+    async fn remove_container(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        let name = name_of(id);
+        if let Err(error) = self.kill_processes(id).await {
+            tracing::warn!(workspace = %id, %error, "a sandbox's processes do not end");
+        }
+        match tokio::time::timeout(REMOVE_TIME, self.engine.remove(&name)).await {
+            Ok(removed) => removed.map_err(|error| ProviderError::failed("removing the container", error)),
+            Err(_) => Err(ProviderError::TimedOut {
+                what: "removing the container",
+                seconds: REMOVE_TIME.as_secs(),
+            }),
+        }
     }
 
     fn prepare_for_oom(&self, id: WorkspaceId, pid: i64) {
@@ -298,9 +342,17 @@ impl ContainerProvider {
         self.kill_counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient) -> Sandbox {
+    /// Remembers that a start failed, unless what was asked for was at fault.
+    fn note_failed_start(&self, error: &ProviderError) {
+        if !matches!(error, ProviderError::Unacceptable(_) | ProviderError::NoRoom(_)) {
+            self.starts.failed();
+        }
+    }
+
+    async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient, disk: Ensured) -> Sandbox {
         let warnings = self.warnings(spec).await;
-        Sandbox { channel, disk_quota: self.disk_quota(), warnings }
+        let disk_was_mended = disk == Ensured::Mended;
+        Sandbox { channel, disk_quota: self.disk_quota(), warnings, disk_was_mended }
     }
 
     /// What an error of the engine means for the caller.
@@ -357,19 +409,6 @@ pub(crate) fn program_of(config: ImageConfig) -> ImageProgram {
     }
 }
 
-/// Does something with files that may take a while.
-async fn on_disk<T: Send + 'static>(
-    what: &'static str,
-    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
-) -> Result<T, ProviderError> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(std::io::Error::other).flatten().map_err(|error| ProviderError::failed(what, error))
-}
-
-fn cpus_of(info: &SystemInfo) -> u32 {
-    info.ncpu.and_then(|cpus| u32::try_from(cpus).ok()).filter(|cpus| *cpus > 0).unwrap_or(1)
-}
-
 #[async_trait]
 impl WorkspaceProvider for ContainerProvider {
     fn name(&self) -> ProviderName {
@@ -408,15 +447,21 @@ impl WorkspaceProvider for ContainerProvider {
             }
         };
         self.host_cpus.store(cpus_of(&info), Ordering::Relaxed);
+        if let Some(directory) = &info.docker_root_dir {
+            let _ = self.engine_directory.set(directory.into());
+        }
         let has_runsc = info.runtimes.as_ref().is_some_and(|runtimes| runtimes.contains_key(RUNSC));
         let problem = (self.runtime == Runtime::Gvisor && !has_runsc)
             .then(|| missing_runtime("the engine has no runtime 'runsc'"));
         let notes: Vec<String> = self
-            .disks
-            .as_ref()
-            .err()
-            .map(|reason| format!("disk limits are watched, not enforced: {reason}"))
+            .shared_directories_note()
             .into_iter()
+            .chain(
+                self.disks
+                    .as_ref()
+                    .err()
+                    .map(|reason| format!("disk limits are watched, not enforced: {reason}")),
+            )
             .chain(self.network.problem())
             .collect();
         let disk = info.docker_root_dir.as_deref().map_or(0, free_bytes);
@@ -428,20 +473,20 @@ impl WorkspaceProvider for ContainerProvider {
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let begun = Instant::now();
-        self.make(spec).await?;
-        let channel = self.launch(spec).await?;
+        let started = async {
+            let disk = self.make(spec).await?;
+            Ok((self.launch(spec).await?, disk))
+        };
+        let (channel, disk) = started.await.inspect_err(|error| self.note_failed_start(error))?;
         self.starts.remember(begun.elapsed());
-        Ok(self.sandbox(spec, channel).await)
+        Ok(self.sandbox(spec, channel, disk).await)
     }
 
     async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
         self.kill_counters().remove(&id);
-        let name = name_of(id);
-        self.engine
-            .remove(&name)
-            .await
-            .map_err(|error| ProviderError::failed("removing the container", error))?;
+        self.remove_container(id).await?;
         failpoint!("sandbox.container_removed");
+        let name = name_of(id);
         self.remove_volume(&name).await?;
         let label = format!("{LABEL_WORKSPACE}={id}");
         let named = self.engine.volume_names(&label).await;
@@ -455,27 +500,77 @@ impl WorkspaceProvider for ContainerProvider {
         Ok(())
     }
 
+    fn storage(&self) -> Vec<PathBuf> {
+        let own = self.disks.as_ref().ok().map(|disks| disks.directory().to_owned());
+        own.into_iter().chain(self.engine_directory.get().cloned()).collect()
+    }
+
+    async fn look_at_disks(&self, closely: bool) -> Vec<DiskUse> {
+        ContainerProvider::look_at_disks(self, closely).await
+    }
+
     async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        match self.engine.stop(&name_of(id), STOP_GRACE_S).await {
-            Ok(()) => Ok(()),
+        let most = Duration::from_secs(STOP_GRACE_S.unsigned_abs().into()) + STOP_MARGIN;
+        match tokio::time::timeout(most, self.engine.stop(&name_of(id), STOP_GRACE_S)).await {
+            Ok(Ok(())) => Ok(()),
             // Removed behind our back: its files are on its volume, and resume makes the container again.
-            Err(EngineError::NotFound(_)) => Ok(()),
-            Err(error) => Err(ProviderError::failed("stopping the container", error)),
+            Ok(Err(EngineError::NotFound(_))) => Ok(()),
+            Ok(Err(error)) => Err(ProviderError::failed("stopping the container", error)),
+            Err(_) => {
+                tracing::warn!(workspace = %id, "the engine does not stop the container: its processes are killed");
+                self.kill(id).await
+            }
         }
+    }
+
+    async fn kill(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        self.kill_processes(id).await?;
+        // Without a control group that we know, and to hear that the engine has noticed.
+        match tokio::time::timeout(REMOVE_TIME, self.engine.stop(&name_of(id), 0)).await {
+            Ok(Ok(()) | Err(EngineError::NotFound(_))) => Ok(()),
+            Ok(Err(error)) => Err(ProviderError::failed("ending the container", error)),
+            Err(_) => {
+                Err(ProviderError::TimedOut { what: "ending the container", seconds: REMOVE_TIME.as_secs() })
+            }
+        }
+    }
+
+    async fn prove(&self) -> Option<String> {
+        let _one_probe = self.probing.lock().await;
+        if self.starts.is_proven() {
+            return None;
+        }
+        if let Err(EngineError::NotFound(_)) = self.engine.image_id(&self.probe_image).await {
+            // Nothing to start; workspaces with other images may work.
+            return None;
+        }
+        match self.probe().await {
+            Ok(()) => {
+                self.starts.succeeded();
+                None
+            }
+            Err(reason) => Some(format!("the engine answers but containers do not start: {reason}")),
+        }
+    }
+
+    async fn tidy(&self) -> Result<(), ProviderError> {
+        self.remove_probes(false).await.map_err(|error| ProviderError::failed("removing probes", error))?;
+        self.host.remove_older_guest_images().await?;
+        self.host.remove_unused_shared_directories().await
     }
 
     async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let name = name_of(spec.id);
-        match self.engine.inspect(&name).await {
+        let disk = match self.engine.inspect(&name).await {
             Ok(found) if found.state.as_ref().and_then(|state| state.running) == Some(true) => {
                 let channel = self.open_channel(spec).await?;
-                return Ok(self.sandbox(spec, channel).await);
+                return Ok(self.sandbox(spec, channel, Ensured::Whole).await);
             }
             Ok(_) => {
                 if spec.network == NetworkMode::Nat {
                     self.network.ensure(&self.engine).await?;
                 }
-                self.ensure_disk(spec).await?;
+                self.ensure_disk(spec).await?
             }
             // A new, empty disk must never be taken for the old one.
             Err(EngineError::NotFound(_)) if self.has_files(spec.id).await? => self.make(spec).await?,
@@ -483,14 +578,14 @@ impl WorkspaceProvider for ContainerProvider {
                 return Err(ProviderError::Gone("its container and its files were removed".to_owned()));
             }
             Err(error) => return Err(self.sort(&error, spec)),
-        }
-        let channel = self.launch(spec).await?;
-        Ok(self.sandbox(spec, channel).await)
+        };
+        let channel = self.launch(spec).await.inspect_err(|error| self.note_failed_start(error))?;
+        self.starts.succeeded();
+        Ok(self.sandbox(spec, channel, disk).await)
     }
 
     async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
-        let removed = self.engine.remove(&name_of(spec.id)).await;
-        removed.map_err(|error| ProviderError::failed("removing the container", error))?;
+        self.remove_container(spec.id).await?;
         self.resume(spec).await
     }
 
@@ -510,8 +605,22 @@ impl WorkspaceProvider for ContainerProvider {
             self.engine.unpause(&name).await.map_err(|error| self.sort(&error, spec))?;
         }
         let program = vec![GUEST_PATH.to_owned(), "connect".to_owned()];
-        let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(&error, spec))?;
-        self.greet(spec, attached).await
+        let greeted = async {
+            let attached = self.engine.exec(&name, program).await.map_err(|error| self.sort(&error, spec))?;
+            self.greet(spec, attached).await
+        };
+        let error = match tokio::time::timeout(CHANNEL_TIME, greeted).await {
+            Ok(Ok(channel)) => return Ok(channel),
+            Ok(Err(error)) => error,
+            Err(_) => ProviderError::TimedOut { what: "opening a channel", seconds: CHANNEL_TIME.as_secs() },
+        };
+        if matches!(error, ProviderError::Unavailable(_) | ProviderError::Gone(_)) {
+            return Err(error);
+        }
+        match self.explain_end(spec.id).await {
+            Some(end) => Err(ProviderError::NotRunning(end)),
+            None => Err(ProviderError::Unresponsive(error.to_string())),
+        }
     }
 
     async fn warnings(&self, spec: &SandboxSpec) -> Vec<String> {
@@ -655,17 +764,15 @@ impl WorkspaceProvider for ContainerProvider {
     }
 
     async fn retire(&self) -> Result<(), ProviderError> {
+        self.remove_probes(true).await.map_err(|error| ProviderError::failed("removing probes", error))?;
+        let failed = |error: EngineError| ProviderError::failed("listing sandboxes", error);
+        if self.engine.containers(&self.label()).await.map_err(failed)?.is_empty() {
+            self.host.remove_guest_volume().await?;
+        }
         if self.list().await?.is_empty() {
             self.network.remove(&self.engine).await?;
         }
         Ok(())
-    }
-}
-
-impl ContainerProvider {
-    /// Puts the network and its rules back, whoever took them away.
-    pub async fn repair_network(&self) -> Result<(), ProviderError> {
-        self.network.repair(&self.engine).await
     }
 }
 

@@ -7,21 +7,36 @@ use bollard::models::{
     ContainerCreateBody, HostConfig, HostConfigLogConfig, Mount, MountType, MountVolumeOptions,
     MountVolumeOptionsDriverConfig, ResourcesUlimits, RestartPolicy, RestartPolicyNameEnum,
 };
-use emergent_wire::WorkspaceId;
 use emergent_wire::id::InstallationId;
 use emergent_wire::tools::WORKSPACE_DIR;
 use emergent_wire::workspace::NetworkMode;
+use emergent_wire::{ByteSize, WorkspaceId};
 
 use super::disk::{Disks, disk_of};
-use super::{LABEL_INSTALLATION, LABEL_WORKSPACE, name_of, volume_name_of};
+use super::guest_image::GuestVolume;
+use super::{LABEL_INSTALLATION, LABEL_ROOT_LIMIT, LABEL_WORKSPACE, name_of, volume_name_of};
 use crate::sandbox::SandboxSpec;
 
 /// Where our binaries are inside a sandbox.
 pub(crate) const GUEST_DIR: &str = "/.emergent";
 /// The guest agent among them.
 pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
-/// Processes and threads at most. On gVisor this counts the threads of its kernel as well.
-const MAX_PIDS: i64 = 4096;
+/// How the engine mounts a workspace's disk.
+const DISK_MOUNT_OPTIONS: &str = "noatime,nosuid,nodev,noinit_itable";
+/// … and where what is deleted in it goes back to the host.
+const GIVE_BACK: &str = ",discard";
+/// How the engine mounts the guest agent's image.
+const GUEST_MOUNT_OPTIONS: &str = "ro,noatime,nosuid,nodev";
+/// Tasks that the guest agent may have beside the commands'.
+const AGENT_TASKS: u32 = 128;
+/// On gVisor the host counts the threads of its kernel as well: some for each task, and these in any case.
+const GVISOR_TASKS: u32 = 512;
+/// How many tasks of the host one task in gVisor may need.
+const GVISOR_TASKS_EACH: u32 = 4;
+/// Files outside the volumes may take this much even where the disk is smaller.
+const LEAST_ROOT_LIMIT: ByteSize = ByteSize::mib(256);
+/// CPU time is shared by weight where there is not enough: the server, the engine and other programs (1024) come first.
+const CPU_WEIGHT: i64 = 256;
 /// What building and installing software needs; everything else is dropped.
 const CAPABILITIES: [&str; 9] =
     ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE"];
@@ -31,8 +46,8 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) installation: InstallationId,
     /// The engine's runtime; none for its default.
     pub(crate) runtime: Option<&'a str>,
-    /// The directory of our binaries on the engine's host; none when they are copied in.
-    pub(crate) guest: Option<&'a Path>,
+    /// The volume with our binaries; none when they are copied in.
+    pub(crate) guest: Option<&'a GuestVolume>,
     /// The disks that volumes are on; none for ordinary volumes.
     pub(crate) disks: Option<&'a Disks>,
     /// The network of this installation.
@@ -52,6 +67,8 @@ pub(crate) fn labels(installation: InstallationId, id: WorkspaceId) -> HashMap<S
 /// The container of a sandbox.
 pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> ContainerCreateBody {
     let labels = labels(around.installation, spec.id);
+    let mut own_labels = labels.clone();
+    own_labels.insert(LABEL_ROOT_LIMIT.to_owned(), root_limit(spec).to_string());
     let memory = i64::try_from(spec.limits.memory.bytes()).unwrap_or(i64::MAX);
     let millis = spec.limits.cpu.millis().min(around.host_cpus.saturating_mul(1000));
     let host = HostConfig {
@@ -60,7 +77,8 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         memory: Some(memory),
         // Equal to memory: no swap.
         memory_swap: Some(memory),
-        pids_limit: Some(MAX_PIDS),
+        cpu_shares: Some(CPU_WEIGHT),
+        pids_limit: Some(i64::from(host_tasks(spec.max_tasks, around.runtime.is_some()))),
         security_opt: Some(vec!["no-new-privileges".to_owned()]),
         cap_drop: Some(vec!["ALL".to_owned()]),
         cap_add: Some(CAPABILITIES.iter().map(|name| (*name).to_owned()).collect()),
@@ -92,10 +110,36 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         attach_stdin: Some(true),
         attach_stdout: Some(true),
         attach_stderr: Some(true),
-        labels: Some(labels),
+        labels: Some(own_labels),
         host_config: Some(host),
         ..ContainerCreateBody::default()
     }
+}
+
+/// The same container without a disk, with other labels: it belongs to no workspace.
+pub(crate) fn without_disk(
+    spec: &SandboxSpec,
+    around: &Surroundings<'_>,
+    labels: HashMap<String, String>,
+) -> ContainerCreateBody {
+    let mut body = container(spec, around);
+    body.labels = Some(labels);
+    let guest = around.guest.map(|guest| guest_volume(guest, around.installation));
+    if let Some(host) = &mut body.host_config {
+        host.mounts = Some(guest.into_iter().collect());
+    }
+    body
+}
+
+/// What a sandbox may write outside its volumes: as much as its disk holds, and in any case enough to install something.
+fn root_limit(spec: &SandboxSpec) -> u64 {
+    spec.limits.disk.max(LEAST_ROOT_LIMIT).bytes()
+}
+
+/// The tasks of the host that a container may have: the second limit, when the one inside fails.
+fn host_tasks(max_tasks: u32, is_gvisor: bool) -> u32 {
+    let most = max_tasks.saturating_add(AGENT_TASKS);
+    if is_gvisor { most.saturating_mul(GVISOR_TASKS_EACH).saturating_add(GVISOR_TASKS) } else { most }
 }
 
 fn small_stack() -> ResourcesUlimits {
@@ -103,30 +147,52 @@ fn small_stack() -> ResourcesUlimits {
 }
 
 fn mounts(spec: &SandboxSpec, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
-    let device = |disk: &str| around.disks.map(|disks| disks.device(disk));
-    let own = volume(name_of(spec.id), WORKSPACE_DIR, device(&disk_of(spec.id, None)).as_deref(), labels);
+    let volume = |name: String, target: &str, disk: &str| {
+        let device = around.disks.map(|disks| (disks.device(disk), disk_mount_options(disks)));
+        let device = device.as_ref().map(|(path, options)| (path.as_path(), options.as_str()));
+        volume_with_options(name, target, device, labels)
+    };
+    let own = volume(name_of(spec.id), WORKSPACE_DIR, &disk_of(spec.id, None));
     let named = spec.volumes.iter().map(|named| {
         let disk = disk_of(spec.id, Some(&named.name));
-        volume(volume_name_of(spec.id, &named.name), &named.path, device(&disk).as_deref(), labels)
+        volume(volume_name_of(spec.id, &named.name), &named.path, &disk)
     });
-    let guest = around.guest.map(|path| Mount {
-        typ: Some(MountType::BIND),
-        source: Some(path.to_string_lossy().into_owned()),
-        target: Some(GUEST_DIR.to_owned()),
-        read_only: Some(true),
-        ..Mount::default()
-    });
+    let guest = around.guest.map(|guest| guest_volume(guest, around.installation));
     std::iter::once(own).chain(named).chain(guest).collect()
 }
 
+/// The volume that all containers of the installation read our binaries from. The engine mounts it read-only: what counts is
+/// that the host refuses writes, not what the sandbox is told.
+fn guest_volume(guest: &GuestVolume, installation: InstallationId) -> Mount {
+    let labels = HashMap::from([(LABEL_INSTALLATION.to_owned(), installation.to_string())]);
+    let mount = volume_with_options(
+        guest.name.clone(),
+        GUEST_DIR,
+        Some((&guest.device, GUEST_MOUNT_OPTIONS)),
+        &labels,
+    );
+    Mount { read_only: Some(true), ..mount }
+}
+
+/// A disk that has its bytes from the first keeps them; the others give back what is deleted in them.
+fn disk_mount_options(disks: &Disks) -> String {
+    let give_back = if disks.are_reserved() { "" } else { GIVE_BACK };
+    format!("{DISK_MOUNT_OPTIONS}{give_back}")
+}
+
 /// A volume on a device of its own, or an ordinary one.
-fn volume(name: String, target: &str, device: Option<&Path>, labels: &HashMap<String, String>) -> Mount {
-    let driver = device.map(|device| MountVolumeOptionsDriverConfig {
+fn volume_with_options(
+    name: String,
+    target: &str,
+    device: Option<(&Path, &str)>,
+    labels: &HashMap<String, String>,
+) -> Mount {
+    let driver = device.map(|(device, options)| MountVolumeOptionsDriverConfig {
         name: Some("local".to_owned()),
         options: Some(HashMap::from([
             ("type".to_owned(), "ext4".to_owned()),
             ("device".to_owned(), device.to_string_lossy().into_owned()),
-            ("o".to_owned(), "noatime,discard,nosuid,nodev".to_owned()),
+            ("o".to_owned(), options.to_owned()),
         ])),
     });
     Mount {
@@ -156,6 +222,7 @@ mod tests {
             container_type: ContainerType::AgentWorkspace,
             image: "image".to_owned(),
             limits,
+            max_tasks: 512,
             network,
             snapshot: None,
             volumes: Vec::new(),
@@ -170,7 +237,7 @@ mod tests {
         Surroundings {
             installation,
             runtime: Some("runsc"),
-            guest: Some(Path::new("/guest")),
+            guest: None,
             disks: None,
             network: "net",
             host_cpus: 2,

@@ -284,6 +284,7 @@ impl Client {
                 self.url
             )),
             ErrorCode::Unavailable | ErrorCode::LimitReached => ProviderError::Unavailable(message),
+            ErrorCode::HostDiskFull => ProviderError::NoRoom(message),
             ErrorCode::NotFound => ProviderError::Gone(message),
             ErrorCode::WrongState => ProviderError::NotRunning(message),
             ErrorCode::Unacceptable | ErrorCode::BadRequest => ProviderError::Unacceptable(message),

@@ -84,7 +84,9 @@ impl FirecrackerProvider {
 
     async fn sandbox(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let channel = self.greet(spec).await?;
-        Ok(Sandbox { channel, disk_quota: DiskQuota::Enforced, warnings: self.warnings(spec).await })
+        let warnings = self.warnings(spec).await;
+        // A microVM's disk is never read by the host, so its errors are the guest's to find.
+        Ok(Sandbox { channel, disk_quota: DiskQuota::Enforced, warnings, disk_was_mended: false })
     }
 
     async fn machine(&self, id: WorkspaceId) -> Result<Machine, ProviderError> {

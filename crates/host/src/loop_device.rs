@@ -1,0 +1,82 @@
+//! Loop devices: files that the host uses as disks.
+//!
+//! A device is always found by its file, never by a remembered number, which may be another's after a restart of the host.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use crate::program::run;
+
+/// Whether the host writes to a file that is attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// The device can be written to.
+    ReadWrite,
+    /// The kernel refuses every write to the device.
+    ReadOnly,
+}
+
+/// Attaches a file unless it is attached, and points `link` to its device.
+pub fn attach(file: &Path, link: &Path, access: Access) -> io::Result<()> {
+    let device = match attached_devices(file)?.pop() {
+        Some(device) => device,
+        None => {
+            let mut arguments = vec![OsStr::new("--find"), OsStr::new("--show")];
+            if access == Access::ReadOnly {
+                arguments.push(OsStr::new("--read-only"));
+            }
+            arguments.push(file.as_os_str());
+            PathBuf::from(run("losetup", &arguments)?.trim())
+        }
+    };
+    if fs::read_link(link).is_ok_and(|target| target == device) {
+        return Ok(());
+    }
+    let unfinished = link.with_extension("newdev");
+    let _ = fs::remove_file(&unfinished);
+    symlink(&device, &unfinished)?;
+    fs::rename(&unfinished, link)
+}
+
+/// Detaches a file from all its devices. A file without a device is detached already.
+pub fn detach(file: &Path) -> io::Result<()> {
+    for device in attached_devices(file)? {
+        run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
+    }
+    Ok(())
+}
+
+/// The loop devices of a file. They are found by the file's inode: the path that a device shows is that of the server that
+/// attached it, and means nothing to a server in another container.
+pub fn attached_devices(file: &Path) -> io::Result<Vec<PathBuf>> {
+    if !file.exists() {
+        return devices_of_path(file);
+    }
+    let options = ["--noheadings", "--output", "NAME", "--associated"].map(OsStr::new);
+    let found = run("losetup", &[&options[..], &[file.as_os_str()]].concat())?;
+    Ok(found.lines().map(|line| PathBuf::from(line.trim())).collect())
+}
+
+/// The loop devices of a file that is gone.
+fn devices_of_path(file: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut devices = Vec::new();
+    for entry in fs::read_dir("/sys/block")? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if !name.as_encoded_bytes().starts_with(b"loop") {
+            continue;
+        }
+        let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else {
+            continue;
+        };
+        // A file that was removed while attached is shown with this ending.
+        let backing = backing.trim_end_matches('\n').trim_end_matches(" (deleted)");
+        if Path::new(backing) == file {
+            devices.push(Path::new("/dev").join(name));
+        }
+    }
+    Ok(devices)
+}

@@ -1,0 +1,164 @@
+//! The room on the host's disk: asked for before it is taken, because a host whose disk is full helps nobody.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How much of the host's disk sandboxes may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoomRules {
+    /// What is kept free for the server's own writes, in bytes.
+    pub min_free_bytes: u64,
+    /// How many times over the free bytes may be promised to disks, which are seldom full. At 1 each disk has its bytes from
+    /// the first, and nobody can take them.
+    pub overcommit: u32,
+}
+
+impl Default for RoomRules {
+    fn default() -> Self {
+        Self { min_free_bytes: 512 << 20, overcommit: 10 }
+    }
+}
+
+impl RoomRules {
+    /// Whether each disk has all its bytes from the first.
+    pub fn reserves_all(&self) -> bool {
+        self.overcommit <= 1
+    }
+}
+
+/// The room on the disk of a directory, of which everybody takes a part before they write.
+#[derive(Clone, Debug)]
+pub struct Room {
+    directory: PathBuf,
+    rules: RoomRules,
+    taken: Arc<Mutex<Taken>>,
+}
+
+/// What was given out and is not yet seen in what is free.
+#[derive(Clone, Copy, Debug, Default)]
+struct Taken {
+    /// Bytes that will be written.
+    written: u64,
+    /// Bytes that a disk may grow by.
+    promised: u64,
+}
+
+/// A part of the room, until it is dropped: then what was made of it is seen in what is free.
+#[derive(Debug)]
+pub struct Part {
+    own: Taken,
+    taken: Arc<Mutex<Taken>>,
+}
+
+impl Room {
+    /// The room on the disk of this directory.
+    pub fn new(directory: &Path, rules: RoomRules) -> Self {
+        Self { directory: directory.to_owned(), rules, taken: Arc::default() }
+    }
+
+    /// How much may be given out.
+    pub fn rules(&self) -> RoomRules {
+        self.rules
+    }
+
+    /// Takes room for bytes that will be written, or refuses it.
+    pub fn take(&self, bytes: u64) -> io::Result<Part> {
+        self.give(Taken { written: bytes, promised: 0 }, 0)
+    }
+
+    /// Takes room for a disk that may grow by so many bytes, `written` of which are written at once. `others` is what the disks
+    /// that are there may still grow by.
+    pub fn promise(&self, written: u64, growth: u64, others: u64) -> io::Result<Part> {
+        self.give(Taken { written, promised: growth }, others)
+    }
+
+    fn give(&self, wanted: Taken, others: u64) -> io::Result<Part> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = free_bytes(&self.directory)?.saturating_sub(taken.written);
+        let least = self.rules.min_free_bytes;
+        if free < least.saturating_add(wanted.written) {
+            return Err(no_room(format!(
+                "the host's disk has no room: {} are free and {} are needed, of which {} are kept free \
+                 (workspaces.min_free_disk); destroy workspaces or snapshots that are not needed",
+                mebibytes(free),
+                mebibytes(least.saturating_add(wanted.written)),
+                mebibytes(least),
+            )));
+        }
+        let promised = others.saturating_add(taken.promised);
+        let most = (free - least).saturating_mul(self.rules.overcommit.max(1).into());
+        if wanted.promised > 0 && most < promised.saturating_add(wanted.promised) {
+            return Err(no_room(format!(
+                "the host's disk has no room for a disk of this size: {} are free, and disks that are there may grow by {}; ask \
+                 for less (resource_limits.disk), destroy workspaces that are not needed, or let more be promised \
+                 (workspaces.disk_overcommit, now {})",
+                mebibytes(free),
+                mebibytes(promised),
+                self.rules.overcommit,
+            )));
+        }
+        taken.written += wanted.written;
+        taken.promised += wanted.promised;
+        Ok(Part { own: wanted, taken: Arc::clone(&self.taken) })
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        taken.written -= self.own.written;
+        taken.promised -= self.own.promised;
+    }
+}
+
+/// Free bytes on the disk of a directory.
+pub fn free_bytes(directory: &Path) -> io::Result<u64> {
+    Ok(rustix::fs::statvfs(directory).map(|stat| stat.f_bavail * stat.f_frsize)?)
+}
+
+fn no_room(message: String) -> io::Error {
+    io::Error::new(io::ErrorKind::StorageFull, message)
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{} MiB", bytes >> 20)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn room_is_given_to_one_only_of_those_that_write_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let room = Room::new(directory.path(), RoomRules::default());
+        let most = (free_bytes(directory.path()).unwrap() - room.rules.min_free_bytes) / 3 * 2;
+        let first = room.take(most).unwrap();
+        let refused = room.take(most).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
+        assert!(refused.to_string().contains("are kept free"), "{refused}");
+        drop(first);
+        drop(room.take(most).unwrap());
+        assert!(room.take(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn no_more_is_promised_than_the_rules_allow() {
+        let directory = tempfile::tempdir().unwrap();
+        let free = free_bytes(directory.path()).unwrap();
+        let promised_by = |overcommit: u32, growth: u64, others: u64| {
+            let rules = RoomRules { overcommit, ..RoomRules::default() };
+            Room::new(directory.path(), rules).promise(0, growth, others).map(drop)
+        };
+        promised_by(1, free / 2, 0).unwrap();
+        let refused = promised_by(1, free / 2, free / 2).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
+        assert!(refused.to_string().contains("workspaces.disk_overcommit, now 1"), "{refused}");
+        promised_by(4, free / 2, free / 2).unwrap();
+        let room = Room::new(directory.path(), RoomRules { overcommit: 1, ..RoomRules::default() });
+        let _first = room.promise(0, free / 2, 0).unwrap();
+        assert!(room.promise(0, free / 2, 0).is_err(), "two at once");
+    }
+}

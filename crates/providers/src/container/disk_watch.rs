@@ -1,0 +1,234 @@
+//! What sandboxes do to the host's disk: files outside `/workspace`, which no quota holds, and errors on their own disks.
+//!
+//! The engine keeps what a sandbox writes outside its volumes in a directory of the host (its root layer). Walking that takes
+//! time, so it is walked only when it can be over its limit: when it has grown by as much as the whole host's disk has since it
+//! was measured last.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use bollard::models::ContainerInspectResponse;
+use emergent_host::tree_size::{removed_bytes, tree_bytes};
+use emergent_wire::WorkspaceId;
+
+use super::disk::Disks;
+use super::processes::ContainerProcesses;
+use super::provider::{ContainerProvider, Runtime};
+use super::{LABEL_ROOT_LIMIT, LABEL_WORKSPACE, name_of};
+use crate::sandbox::{DiskFault, DiskUse};
+
+/// A measurement is used for at most this long: what others remove meanwhile hides what a sandbox writes.
+const MEASURE_AT_LEAST_EVERY: Duration = Duration::from_secs(60);
+/// A measurement is used for at least this many times as long as it took.
+const REST_FACTOR: u32 = 5;
+/// Sandboxes that another server started, or this one before its restart, are looked for this often.
+const LIST_EVERY: Duration = Duration::from_secs(30);
+
+/// The root layer of a sandbox that runs.
+#[derive(Clone, Debug)]
+pub(super) struct RootLayer {
+    directory: PathBuf,
+    limit: u64,
+    measured: Option<Measured>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Measured {
+    bytes: u64,
+    /// What was used of the host's disk then.
+    host_bytes: u64,
+    at: Instant,
+    took: Duration,
+}
+
+impl RootLayer {
+    /// The layer of a container, where this host has it.
+    pub(super) fn of(container: &ContainerInspectResponse) -> Option<Self> {
+        let directory = container.graph_driver.as_ref()?.data.get("UpperDir")?;
+        let labels = container.config.as_ref()?.labels.as_ref()?;
+        let limit = labels.get(LABEL_ROOT_LIMIT)?.parse().ok()?;
+        Some(Self { directory: directory.into(), limit, measured: None })
+    }
+
+    /// Whether it can be over its limit by now.
+    fn may_be_over(&self, host_bytes: u64) -> bool {
+        let Some(measured) = self.measured else {
+            return true;
+        };
+        let age = measured.at.elapsed();
+        if age >= MEASURE_AT_LEAST_EVERY {
+            return true;
+        }
+        let grown = host_bytes.saturating_sub(measured.host_bytes);
+        age >= measured.took * REST_FACTOR && measured.bytes.saturating_add(grown) > self.limit
+    }
+
+    /// Whether it is over its limit; measures it where it may be, or always.
+    fn look(&mut self, processes: &[i32], always: bool) -> io::Result<bool> {
+        let host_bytes = used_bytes(&self.directory)?;
+        Ok((always || self.may_be_over(host_bytes)) && self.measure(host_bytes, processes)? > self.limit)
+    }
+
+    fn measure(&mut self, host_bytes: u64, processes: &[i32]) -> io::Result<u64> {
+        let at = Instant::now();
+        let seen = tree_bytes(&self.directory, self.limit)?;
+        let bytes = seen.saturating_add(removed_bytes(processes, &self.directory)?);
+        self.measured = Some(Measured { bytes, host_bytes, at, took: at.elapsed() });
+        Ok(bytes)
+    }
+}
+
+/// What is looked at, of one sandbox.
+struct Look {
+    id: WorkspaceId,
+    processes: ContainerProcesses,
+    layer: Option<RootLayer>,
+}
+
+impl ContainerProvider {
+    /// Looks at all sandboxes that run.
+    pub(super) async fn look_at_disks(&self, closely: bool) -> Vec<DiskUse> {
+        self.find_unknown_sandboxes().await;
+        let looks: Vec<Look> = {
+            let layers = self.root_layers.lock().unwrap_or_else(PoisonError::into_inner);
+            let known = self.processes();
+            let look = |(id, processes): (&WorkspaceId, &ContainerProcesses)| Look {
+                id: *id,
+                processes: processes.clone(),
+                layer: layers.get(id).cloned(),
+            };
+            known.iter().map(look).collect()
+        };
+        let disks = self.disks.clone().ok();
+        let looked = tokio::task::spawn_blocking(move || look_at(looks, disks.as_ref(), closely)).await;
+        let (uses, measured) = looked.unwrap_or_default();
+        let mut layers = self.root_layers.lock().unwrap_or_else(PoisonError::into_inner);
+        for (id, layer) in measured {
+            // Unless it has ended meanwhile.
+            if let Some(known) = layers.get_mut(&id) {
+                *known = layer;
+            }
+        }
+        uses
+    }
+
+    async fn find_unknown_sandboxes(&self) {
+        {
+            let mut listed = self.listed.lock().unwrap_or_else(PoisonError::into_inner);
+            if listed.is_some_and(|at| at.elapsed() < LIST_EVERY) {
+                return;
+            }
+            *listed = Some(Instant::now());
+        }
+        let Ok(found) = self.engine.containers(&self.label()).await else {
+            return;
+        };
+        let id_of = |labels: &HashMap<String, String>| {
+            labels.get(LABEL_WORKSPACE).and_then(|id| WorkspaceId::from_str(id).ok())
+        };
+        let running: Vec<WorkspaceId> =
+            found.iter().filter(|(_, runs)| *runs).filter_map(|(labels, _)| id_of(labels)).collect();
+        self.processes().retain(|id, _| running.contains(id));
+        self.root_layers.lock().unwrap_or_else(PoisonError::into_inner).retain(|id, _| running.contains(id));
+        for id in running {
+            if self.processes().contains_key(&id) {
+                continue;
+            }
+            let is_own = match self.engine.inspect(&name_of(id)).await {
+                Ok(container) => self.is_own(&container),
+                Err(_) => false,
+            };
+            if is_own {
+                self.note_process(id).await;
+            }
+        }
+    }
+
+    /// Whether a container is of this kind: both kinds share an engine.
+    fn is_own(&self, container: &ContainerInspectResponse) -> bool {
+        let runtime = container.host_config.as_ref().and_then(|host| host.runtime.as_deref());
+        (runtime == Some(super::provider::RUNSC)) == (self.runtime == Runtime::Gvisor)
+    }
+}
+
+/// What each sandbox does to the disk, and the layers that were measured.
+fn look_at(
+    looks: Vec<Look>,
+    disks: Option<&Disks>,
+    closely: bool,
+) -> (Vec<DiskUse>, Vec<(WorkspaceId, RootLayer)>) {
+    // What is written to a disk that has its bytes from the first takes room from nobody.
+    let only_outside = disks.is_some_and(Disks::are_reserved);
+    let (mut uses, mut measured) = (Vec::new(), Vec::new());
+    for Look { id, processes, layer } in looks {
+        let pids = processes.group.processes();
+        let mut fault = disks.filter(|disks| disks.has_errors(id)).map(|_| DiskFault::Errors);
+        let mut outside = 0;
+        if let Some(mut layer) = layer {
+            let is_over = layer.look(&pids, closely && only_outside).unwrap_or_else(|error| {
+                tracing::debug!(workspace = %id, %error, "a root layer can't be measured");
+                false
+            });
+            if is_over {
+                fault = Some(DiskFault::TooMuchOutside { limit: layer.limit });
+            }
+            outside = layer.measured.map_or(0, |measured| measured.bytes);
+            measured.push((id, layer));
+        }
+        let written_bytes = if only_outside { outside } else { written_bytes(&pids) };
+        uses.push(DiskUse { id, written_bytes, fault });
+    }
+    (uses, measured)
+}
+
+/// Used bytes on the disk of a directory.
+fn used_bytes(directory: &Path) -> io::Result<u64> {
+    let stat = rustix::fs::statvfs(directory)?;
+    Ok(stat.f_blocks.saturating_sub(stat.f_bfree) * stat.f_frsize)
+}
+
+/// What processes have written to disks since they began. What their children wrote is theirs once those have ended.
+fn written_bytes(processes: &[i32]) -> u64 {
+    let each = processes.iter().filter_map(|pid| {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("write_bytes: "))?;
+        line.trim().parse::<u64>().ok()
+    });
+    each.sum()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn a_layer_is_walked_only_when_it_can_be_over_its_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut layer = RootLayer { directory: directory.path().to_owned(), limit: 10 << 20, measured: None };
+        assert!(layer.may_be_over(0), "nothing is known of it");
+        std::fs::write(directory.path().join("file"), vec![1; 1 << 20]).unwrap();
+        layer.measure(1000, &[]).unwrap();
+        let measured = layer.measured.as_mut().unwrap();
+        measured.took = Duration::ZERO;
+        assert!(!layer.may_be_over(1000 + (8 << 20)));
+        assert!(layer.may_be_over(1000 + (10 << 20)));
+        layer.measured.as_mut().unwrap().took = Duration::from_secs(5);
+        assert!(!layer.may_be_over(u64::MAX), "it was walked for long and not long ago");
+        layer.measured.as_mut().unwrap().at -= MEASURE_AT_LEAST_EVERY;
+        assert!(layer.may_be_over(0));
+    }
+
+    #[test]
+    fn what_processes_write_is_counted() {
+        let own = [std::process::id().cast_signed()];
+        let before = written_bytes(&own);
+        let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+        std::fs::write(directory.path().join("file"), vec![1; 4 << 20]).unwrap();
+        assert!(written_bytes(&own) >= before + (4 << 20));
+    }
+}

@@ -1,0 +1,221 @@
+//! What the container providers of one installation share: the engine, the network, the disks, the guest agent.
+
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use bollard::models::SystemInfo;
+use emergent_host::network::host_nameservers;
+use emergent_host::room::RoomRules;
+use emergent_wire::id::InstallationId;
+
+use super::LABEL_INSTALLATION;
+use super::disk::Disks;
+use super::engine::{Engine, EngineError};
+use super::guest_image::GuestImage;
+use super::legacy_guest::{self, SharedDirectory};
+use super::network::Network;
+use crate::error::ProviderError;
+
+/// How to reach the engine and where to keep things.
+#[derive(Clone, Debug)]
+pub struct ContainerOptions {
+    /// Who owns what is made.
+    pub installation: InstallationId,
+    /// Where disks and the guest agent's image are kept.
+    pub data_dir: PathBuf,
+    /// The engine's address; `DOCKER_HOST` or the usual socket unless given.
+    pub docker_host: Option<String>,
+    /// The name servers that sandboxes use; the host's unless given.
+    pub nameservers: Vec<IpAddr>,
+    /// The image of the container that shows whether containers start.
+    pub probe_image: String,
+    /// How much of the host's disk sandboxes may have.
+    pub room: RoomRules,
+}
+
+/// An engine, with what an installation keeps for its containers.
+pub struct ContainerHost {
+    pub(super) installation: InstallationId,
+    pub(super) engine: Engine,
+    /// None where this process can't make loop devices: then each container gets a copy of its own.
+    pub(super) guest: Option<GuestImage>,
+    /// What older versions shared with sandboxes.
+    shared: Mutex<Vec<SharedDirectory>>,
+    pub(super) disks: Result<Disks, String>,
+    pub(super) probe_image: String,
+    pub(super) network: Network,
+    pub(super) host_cpus: AtomicU32,
+    /// Where the engine keeps its files, once it was asked.
+    pub(super) engine_directory: OnceLock<PathBuf>,
+}
+
+impl ContainerHost {
+    /// The engine that the options name. Nothing is asked of it yet.
+    pub fn open(options: &ContainerOptions) -> Result<Arc<Self>, ProviderError> {
+        let engine = Engine::open(options.docker_host.as_deref())
+            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
+        let disks = Disks::open(&options.data_dir, options.room);
+        let guest =
+            disks.is_ok().then(|| GuestImage::install(&options.data_dir.join("guest"), options.installation));
+        let guest = guest
+            .transpose()
+            .map_err(|error| ProviderError::failed("making the guest agent's image", error))?;
+        let shared = heal_shared_directories(&options.data_dir.join("guest"))
+            .map_err(|error| ProviderError::failed("checking the guest agent of an older version", error))?;
+        let nameservers =
+            if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
+        Ok(Arc::new(Self {
+            installation: options.installation,
+            engine,
+            guest,
+            shared: Mutex::new(shared),
+            disks,
+            probe_image: options.probe_image.clone(),
+            network: Network::new(options.installation, nameservers),
+            host_cpus: AtomicU32::new(0),
+            engine_directory: OnceLock::new(),
+        }))
+    }
+
+    /// CPUs of the engine's host.
+    pub(super) async fn host_cpus(&self) -> Result<u32, EngineError> {
+        match self.host_cpus.load(Ordering::Relaxed) {
+            0 => {
+                let cpus = cpus_of(&self.engine.info().await?);
+                self.host_cpus.store(cpus, Ordering::Relaxed);
+                Ok(cpus)
+            }
+            known => Ok(known),
+        }
+    }
+
+    /// Removes the guest agent's volumes and devices, when no container is left.
+    pub(super) async fn remove_guest_volume(self: &Arc<Self>) -> Result<(), ProviderError> {
+        let Some(guest) = &self.guest else {
+            return Ok(());
+        };
+        self.remove_older_guest_images().await?;
+        match self.engine.remove_volume(&guest.current_volume().name).await {
+            Ok(()) => {}
+            // Engines that were restarted under running containers (live-restore) may count mounts that are gone.
+            Err(EngineError::Conflict(message)) => {
+                tracing::warn!(message, "the engine keeps the entry of the guest agent's volume");
+            }
+            Err(error) => return Err(ProviderError::failed("removing the guest agent's volume", error)),
+        }
+        let host = Arc::clone(self);
+        on_disk("detaching the guest agent's image", move || {
+            host.guest.as_ref().map_or(Ok(()), GuestImage::detach)
+        })
+        .await
+    }
+
+    /// What users should know of sandboxes that older versions made.
+    pub(super) fn shared_directories_note(&self) -> Option<String> {
+        let shared = self.shared();
+        let altered = shared.iter().filter(|directory| directory.was_altered).count();
+        let open = shared.iter().filter(|directory| !directory.is_protected).count();
+        if altered > 0 {
+            return Some(
+                "a guest agent of an older version had been altered from inside a sandbox and was replaced: destroy the \
+                 workspaces of that version"
+                    .to_owned(),
+            );
+        }
+        (open > 0).then(|| {
+            "workspaces of an older version can write to the guest agent that they share: destroy them"
+                .to_owned()
+        })
+    }
+
+    fn shared(&self) -> MutexGuard<'_, Vec<SharedDirectory>> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes directories that older versions shared and no container uses any more.
+    pub(super) async fn remove_unused_shared_directories(&self) -> Result<(), ProviderError> {
+        let shared: Vec<PathBuf> = self.shared().iter().map(|directory| directory.path.clone()).collect();
+        if shared.is_empty() {
+            return Ok(());
+        }
+        let used = self.engine.mount_sources(&self.label()).await;
+        let used = used.map_err(|error| ProviderError::failed("listing the mounts of containers", error))?;
+        for path in shared {
+            if used.iter().any(|source| Path::new(source) == path) {
+                continue;
+            }
+            let removed = path.clone();
+            on_disk("removing an older guest agent", move || legacy_guest::remove(&removed)).await?;
+            self.shared().retain(|directory| directory.path != path);
+        }
+        Ok(())
+    }
+
+    pub(super) fn label(&self) -> String {
+        format!("{LABEL_INSTALLATION}={}", self.installation)
+    }
+
+    /// Removes images of earlier versions that no container uses any more.
+    pub(super) async fn remove_older_guest_images(&self) -> Result<(), ProviderError> {
+        let Some(guest) = &self.guest else {
+            return Ok(());
+        };
+        let failed = |error| ProviderError::failed("listing the guest agent's images", error);
+        for (volume, file) in guest.older_volumes().map_err(failed)? {
+            match self.engine.remove_volume(&volume.name).await {
+                Ok(()) => {
+                    on_disk("removing an older guest agent", move || GuestImage::remove(&volume, &file))
+                        .await?;
+                }
+                // A container still uses it.
+                Err(EngineError::Conflict(_)) => {}
+                Err(error) => return Err(ProviderError::failed("removing an older guest agent", error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Heals what older versions shared, and tells the operator what was found.
+fn heal_shared_directories(parent: &Path) -> std::io::Result<Vec<SharedDirectory>> {
+    if !parent.exists() {
+        return Ok(Vec::new());
+    }
+    let found = legacy_guest::heal(parent)?;
+    for directory in &found {
+        let path = directory.path.display();
+        if directory.was_altered {
+            tracing::error!(
+                directory = %path,
+                "the guest agent of an older version was altered from inside a sandbox; it is replaced. Treat the workspaces of \
+                 that version as compromised: rotate the secrets they had, and destroy them"
+            );
+        }
+        if !directory.is_protected {
+            tracing::warn!(
+                directory = %path,
+                "sandboxes of an older version can write to the guest agent they share, and this file system can't prevent it: \
+                 destroy them"
+            );
+        }
+    }
+    Ok(found)
+}
+
+pub(super) fn cpus_of(info: &SystemInfo) -> u32 {
+    info.ncpu.and_then(|cpus| u32::try_from(cpus).ok()).filter(|cpus| *cpus > 0).unwrap_or(1)
+}
+
+/// Does something with files that may take a while.
+pub(super) async fn on_disk<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+) -> Result<T, ProviderError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(std::io::Error::other).flatten().map_err(|error| match error.kind() {
+        std::io::ErrorKind::StorageFull => ProviderError::NoRoom(error.to_string()),
+        _ => ProviderError::failed(what, error),
+    })
+}

@@ -1,0 +1,91 @@
+//! Starting a container to see that containers start: an engine that answers is no proof.
+//!
+//! A probe carries a label of its own. What a crash leaves of one is removed when it is older than any probe lives.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime};
+
+use emergent_guest_client::GuestClient;
+use emergent_wire::workspace::{ContainerType, NetworkMode, ResourceLimits};
+use emergent_wire::{ByteSize, CpuCount, WorkspaceId};
+
+use super::engine::EngineError;
+use super::provider::ContainerProvider;
+use super::{LABEL_INSTALLATION, spec};
+use crate::error::ProviderError;
+use crate::sandbox::{SandboxSpec, WorkspaceProvider};
+
+/// A probe that takes longer has failed.
+const PROBE_TIME: Duration = Duration::from_secs(15);
+/// No probe is older: what is was left by a crash.
+const PROBE_LIFE: Duration = Duration::from_secs(120);
+/// Names the installation that a probe belongs to.
+const LABEL_PROBE: &str = "emergent.probe";
+/// Enough for the guest agent.
+const PROBE_MEMORY: ByteSize = ByteSize::mib(256);
+
+impl ContainerProvider {
+    /// Starts a container, greets its agent, and removes it.
+    pub(super) async fn probe(&self) -> Result<(), String> {
+        let name = self.probe_name();
+        let probed = tokio::time::timeout(PROBE_TIME, self.start_probe(&name)).await;
+        let removed = self.engine.remove(&name).await;
+        match probed {
+            Err(_) => Err(format!("a container did not start within {} s", PROBE_TIME.as_secs())),
+            Ok(Err(error)) => Err(error.to_string()),
+            Ok(Ok(())) => removed.map_err(|error| format!("a container can't be removed: {error}")),
+        }
+    }
+
+    /// A name that no other server of the installation uses.
+    fn probe_name(&self) -> String {
+        format!("{}-probe-{}-{}", self.network.name, self.name(), std::process::id())
+    }
+
+    /// Removes what crashed servers left of probes; all probes if no server is left that could have one.
+    pub(super) async fn remove_probes(&self, all: bool) -> Result<(), EngineError> {
+        let label = format!("{LABEL_PROBE}={}", self.installation);
+        let oldest = SystemTime::now() - PROBE_LIFE;
+        for (name, created) in self.engine.containers_with_age(&label).await? {
+            if all || created < oldest {
+                self.engine.remove(&name).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn start_probe(&self, name: &str) -> Result<(), ProviderError> {
+        let failed = |error: EngineError| ProviderError::failed("starting a container", error);
+        self.engine.remove(name).await.map_err(failed)?;
+        let guest = self.guest_volume().await?;
+        let around = self.surroundings(guest.as_ref()).await.map_err(failed)?;
+        let spec = SandboxSpec {
+            id: WorkspaceId::generate(),
+            container_type: ContainerType::AgentWorkspace,
+            image: self.probe_image.clone(),
+            limits: ResourceLimits {
+                cpu: CpuCount::whole(1),
+                memory: PROBE_MEMORY,
+                ..ResourceLimits::default()
+            },
+            max_tasks: 16,
+            network: NetworkMode::Isolated,
+            snapshot: None,
+            volumes: Vec::new(),
+            configuration: None,
+        };
+        let labels = HashMap::from([
+            (LABEL_INSTALLATION.to_owned(), self.installation.to_string()),
+            (LABEL_PROBE.to_owned(), self.installation.to_string()),
+        ]);
+        let body = spec::without_disk(&spec, &around, labels);
+        self.engine.create(name, body).await.map_err(failed)?;
+        if guest.is_none() {
+            self.copy_guest_into(name).await?;
+        }
+        let attached = self.engine.attach(name).await.map_err(failed)?;
+        self.engine.start(name).await.map_err(failed)?;
+        let greeted = GuestClient::connect(attached.reader, attached.writer).await;
+        greeted.map(drop).map_err(|error| ProviderError::failed("greeting the guest agent", error))
+    }
+}

@@ -1,0 +1,66 @@
+//! The processes of a container as the host sees them, for when the engine can't end them.
+
+use std::fs;
+use std::io;
+
+use emergent_host::control_group::ControlGroup;
+use rustix::process::{Pid, Signal, kill_process};
+
+/// What is known of a container's processes while it runs.
+#[derive(Clone, Debug)]
+pub(crate) struct ContainerProcesses {
+    pub(crate) group: ControlGroup,
+    pub(crate) shim: Option<Shim>,
+}
+
+/// The engine's helper process for one container, which is the parent of the container's first process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Shim {
+    pid: i32,
+    container: String,
+}
+
+impl ContainerProcesses {
+    /// Those of the container whose first process this is; none if it has no control group of its own.
+    pub(crate) fn of(pid: i64, container: &str) -> Option<Self> {
+        let group = ControlGroup::of(pid, container)?;
+        let parent = parent_of(pid).map(|pid| Shim { pid, container: container.to_owned() });
+        Some(Self { group, shim: parent.filter(Shim::is_there) })
+    }
+}
+
+impl Shim {
+    /// Whether the process is this container's shim: a number alone may be another's by now.
+    fn is_there(&self) -> bool {
+        let arguments = fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
+        let arguments = String::from_utf8_lossy(&arguments).into_owned();
+        let mut arguments = arguments.split('\0');
+        let is_shim = arguments.next().is_some_and(|program| program.contains("containerd-shim"));
+        is_shim && arguments.any(|argument| argument == self.container)
+    }
+
+    /// Kills it; the engine then counts the container as ended.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        match Pid::from_raw(self.pid) {
+            Some(pid) if self.is_there() => Ok(kill_process(pid, Signal::KILL)?),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn parent_of(pid: i64) -> Option<i32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_is_no_shim_is_never_killed() {
+        let own = Shim { pid: std::process::id().cast_signed(), container: String::new() };
+        assert!(!own.is_there());
+        assert!(own.kill().is_ok());
+    }
+}
