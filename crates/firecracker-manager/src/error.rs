@@ -1,5 +1,8 @@
 //! Why the manager could not do something.
 
+use std::any::Any;
+use std::io;
+
 use emergent_wire::{ErrorCode, ErrorDetail};
 
 /// Why the manager could not do something.
@@ -17,6 +20,9 @@ pub enum ManagerError {
     /// As many run as may, or the host has no room for more.
     #[error("{0}")]
     Full(String),
+    /// The host's disk has no room for it.
+    #[error("{0}")]
+    NoRoom(String),
     /// There is no such thing.
     #[error("there is no {0} here")]
     NotFound(String),
@@ -56,6 +62,7 @@ impl From<ManagerError> for ErrorDetail {
             ManagerError::Taken(_) | ManagerError::Unavailable(_) => ErrorCode::Unavailable,
             ManagerError::Unacceptable(_) => ErrorCode::Unacceptable,
             ManagerError::Full(_) => ErrorCode::LimitReached,
+            ManagerError::NoRoom(_) => ErrorCode::HostDiskFull,
             ManagerError::NotFound(_) => ErrorCode::NotFound,
             ManagerError::WrongState(_) => ErrorCode::WrongState,
             ManagerError::TimedOut { .. } => ErrorCode::DeadlineExceeded,
@@ -71,7 +78,13 @@ pub(crate) async fn on_host<T: Send + 'static, E: std::fmt::Display + Send + 'st
     step: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, ManagerError> {
     match tokio::task::spawn_blocking(step).await {
-        Ok(result) => result.map_err(|error| ManagerError::failed(what, error)),
+        Ok(result) => result.map_err(|error| {
+            let error_of_host = (&error as &dyn Any).downcast_ref::<io::Error>();
+            if error_of_host.is_some_and(|error| error.kind() == io::ErrorKind::StorageFull) {
+                return ManagerError::NoRoom(error.to_string());
+            }
+            ManagerError::failed(what, error)
+        }),
         Err(error) => Err(ManagerError::failed(what, error)),
     }
 }

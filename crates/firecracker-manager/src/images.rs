@@ -10,6 +10,7 @@ use std::process::Stdio;
 
 use bytes::Bytes;
 use emergent_failpoint::failpoint;
+use emergent_host::files::{create_private, remove_if_there};
 use emergent_host::program::{command, run};
 use emergent_wire::manager::{ImageSettings, MachineImage};
 use futures_util::{Stream, StreamExt};
@@ -196,9 +197,8 @@ fn make_file_system(files: &Path, image: &Path) -> io::Result<()> {
     let inodes: u64 =
         inodes.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0);
     let bytes = (taken + taken / 8 + inodes * 4096 + SLACK_BYTES).next_multiple_of(1 << 20);
-    let file = fs::File::create(image)?;
-    file.set_len(bytes)?;
-    drop(file);
+    remove_if_there(image)?;
+    create_private(image)?.set_len(bytes)?;
     let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
     // Blocks and inodes as a large disk has them, since it grows to one; more inodes where the image's files are small.
     let bytes_per_inode = (bytes / (inodes + inodes / 4 + 1)).clamp(4096, 16384).to_string();

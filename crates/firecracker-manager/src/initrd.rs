@@ -2,8 +2,30 @@
 //!
 //! So each start has the agent that belongs to this manager, whatever is on the microVM's own disk.
 
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use emergent_host::files::write_atomically;
+
+/// Makes the file what it should be, byte for byte. Asked before each start: all microVMs run the agent that is in it.
+pub(crate) fn ensure(path: &Path) -> io::Result<()> {
+    let archive = archive();
+    let found = fs::symlink_metadata(path).is_ok_and(|found| found.is_file()).then(|| fs::read(path));
+    match found {
+        Some(Ok(bytes)) if bytes == archive => return Ok(()),
+        Some(_) => tracing::warn!(
+            file = %path.display(),
+            "the guest agent's memory disk is not this version's and is made again"
+        ),
+        None => {}
+    }
+    // Jails link to it, and their processes read it as users of their own.
+    write_atomically(path, &archive, 0o444)
+}
+
 /// An archive as the kernel unpacks it (`newc`).
-pub(crate) fn archive() -> Vec<u8> {
+fn archive() -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;
     const PROGRAM: u32 = 0o100_755;
     const LINK: u32 = 0o120_777;
@@ -64,5 +86,33 @@ impl Archive {
         self.add("TRAILER!!!", 0, (0, 0), b"");
         self.bytes.resize(self.bytes.len().next_multiple_of(512), 0);
         self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn a_memory_disk_that_was_altered_is_made_again_and_a_link_is_not_written_through() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, victim) = (directory.path().join("initrd"), directory.path().join("victim"));
+        ensure(&path).unwrap();
+        let mut bytes = fs::read(&path).unwrap();
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, &bytes).unwrap();
+        ensure(&path).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), archive());
+        fs::write(&victim, "untouched").unwrap();
+        fs::remove_file(&path).unwrap();
+        symlink(&victim, &path).unwrap();
+        ensure(&path).unwrap();
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
+        assert_eq!(fs::read(&path).unwrap(), archive());
     }
 }

@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use emergent_host::files::create_temporary;
+
 use crate::error::{ManagerError, on_host};
 use crate::needs;
 use crate::record::make_readable;
@@ -39,11 +41,15 @@ fn refresh(named: &Path, copy: &Path) -> io::Result<()> {
     if fs::metadata(copy).is_ok_and(is_same) {
         return Ok(());
     }
-    let unfinished = copy.with_extension("new");
-    fs::copy(named, &unfinished)?;
-    fs::File::options().write(true).open(&unfinished)?.set_modified(found.modified()?)?;
-    make_readable(&unfinished)?;
-    fs::rename(&unfinished, copy)
+    let (unfinished, mut file) = create_temporary(copy)?;
+    let copied = io::copy(&mut fs::File::open(named)?, &mut file)
+        .and_then(|_| file.set_modified(found.modified()?))
+        .and_then(|()| make_readable(&unfinished))
+        .and_then(|()| fs::rename(&unfinished, copy));
+    if copied.is_err() {
+        let _ = fs::remove_file(&unfinished);
+    }
+    copied
 }
 
 #[cfg(test)]

@@ -16,6 +16,7 @@ use rustix::process::Signal;
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 
+use crate::disks::{growth_of, make_disk};
 use crate::error::{ManagerError, on_host};
 use crate::jail::{DISK, INITRD, KERNEL, MEMORY, Parts, STATE, VSOCK};
 use crate::manager::{Manager, vcpus};
@@ -23,7 +24,7 @@ use crate::process::{self, Process};
 use crate::record::Record;
 use crate::slot::{NoSlot, PREFIX, Slot};
 use crate::vmm::{self, Vmm};
-use crate::{cgroup, console, disks, guest, health, socket};
+use crate::{cgroup, console, disks, guest, health, initrd, socket};
 
 /// How long Firecracker may take to listen.
 const API_TIME: Duration = Duration::from_secs(20);
@@ -120,8 +121,9 @@ impl Manager {
             self.reserve(&machine, MachinePhase::Reserved).await?;
             failpoint!("manager.reserved");
             let (disk, bytes) = (self.records.disk(id), request.limits.disk.bytes());
-            let room = self.room.clone();
-            on_host("making the disk", move || room.make_disk(&disk, &source, bytes)).await?;
+            let (room, records) = (self.room.clone(), self.records.clone());
+            let others = move || growth_of(records.disks());
+            on_host("making the disk", move || make_disk(&room, &disk, &source, bytes, others)).await?;
             failpoint!("manager.disk_made");
             self.note(&machine, |record| record.phase = MachinePhase::Configured).await?;
             self.begin(&machine, begin).await
@@ -220,6 +222,7 @@ impl Manager {
         };
         on_host("preparing the microVM's interface and jail", move || {
             manager.interfaces.ensure(&jailed)?;
+            initrd::ensure(&manager.initrd)?;
             let copy = copy.as_ref().map(|(state, memory)| (state.as_path(), memory.as_path()));
             let (initrd, disk) = (&manager.initrd, &manager.records.disk(id));
             manager.jails.make(id, &jailed, &Parts { kernel: &kernel, initrd, disk, copy })

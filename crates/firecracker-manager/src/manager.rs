@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use bytes::Bytes;
 use emergent_host::network::host_nameservers;
 use emergent_host::process_lock::{NoLock, ProcessLock};
+use emergent_host::room::Room;
 use emergent_wire::id::InstallationId;
 use emergent_wire::manager::{
     ImageSettings, Machine as MachineView, MachineImage, MachinePhase, MachineSnapshot,
@@ -19,7 +20,6 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use crate::cgroup::Groups;
-use crate::disks::Room;
 use crate::error::{ManagerError, on_host};
 use crate::firewall::Firewall;
 use crate::identity::Identity;
@@ -29,7 +29,7 @@ use crate::jail::Jails;
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::options::ManagerOptions;
-use crate::record::{Record, Records, make_readable, write_whole};
+use crate::record::{Record, Records};
 use crate::slot::{MOST, Naming, Slots};
 use crate::snapshots::Snapshots;
 use crate::{initrd, process};
@@ -100,12 +100,8 @@ impl Manager {
         let identity = Identity::load_or_choose(&data_dir)?;
         let naming = Naming { manager: identity.manager, network: identity.network };
         let initrd = data_dir.join("initrd");
-        let archive = initrd::archive();
-        // Also on a full disk there must be a manager, to remove what fills it.
-        if fs::read(&initrd).ok().as_ref() != Some(&archive) {
-            write_whole(&initrd, &archive)?;
-            make_readable(&initrd)?;
-        }
+        // Nothing is written where it is as it should be: also on a full disk there must be a manager.
+        initrd::ensure(&initrd)?;
         let nameservers =
             if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
         let jails = Jails {
@@ -131,7 +127,7 @@ impl Manager {
             recovery: Mutex::default(),
             machines: Mutex::default(),
             _lock: lock,
-            room: Room::of(&data_dir),
+            room: Room::new(&data_dir, options.room_rules()),
             data_dir,
             options,
         })

@@ -4,6 +4,8 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use emergent_host::room::RoomRules;
+use emergent_wire::ByteSize;
 use serde::{Deserialize, Serialize};
 
 /// What a manager is told when it starts.
@@ -30,6 +32,11 @@ pub struct ManagerOptions {
     pub kvm_device: PathBuf,
     /// Whether microVMs are made only when KVM works. Turned off for a Firecracker that brings its own virtualization.
     pub require_kvm: bool,
+    /// What is kept free on the host's disk. A server tells its own manager `workspaces.min_free_disk`.
+    pub min_free_disk: ByteSize,
+    /// How many times over the free disk may be promised to microVMs. A server tells its own manager
+    /// `workspaces.disk_overcommit`.
+    pub disk_overcommit: u32,
 }
 
 impl Default for ManagerOptions {
@@ -45,6 +52,8 @@ impl Default for ManagerOptions {
             nameservers: Vec::new(),
             kvm_device: PathBuf::from("/dev/kvm"),
             require_kvm: true,
+            min_free_disk: ByteSize::from_bytes(RoomRules::default().min_free_bytes),
+            disk_overcommit: RoomRules::default().overcommit,
         }
     }
 }
@@ -53,6 +62,10 @@ impl ManagerOptions {
     /// Whether everything that microVMs need is where it was said to be.
     pub fn is_installed(&self) -> bool {
         [&self.firecracker, &self.jailer, &self.kernel].iter().all(|path| path.is_file())
+    }
+
+    pub(crate) fn room_rules(&self) -> RoomRules {
+        RoomRules { min_free_bytes: self.min_free_disk.bytes(), overcommit: self.disk_overcommit }
     }
 
     pub(crate) fn boot_timeout(&self) -> Duration {

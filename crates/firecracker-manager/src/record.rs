@@ -16,6 +16,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use emergent_host::files::write_atomically;
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::{MachinePhase, MachineRequest};
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -80,6 +81,12 @@ impl Records {
         self.of(id).join("disk.ext4")
     }
 
+    /// The disks of all microVMs.
+    pub(crate) fn disks(&self) -> impl Iterator<Item = PathBuf> + use<> {
+        let entries = fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path().join("disk.ext4"))
+    }
+
     pub(crate) fn save(&self, record: &Record) -> io::Result<()> {
         let directory = self.of(record.id);
         fs::create_dir_all(&directory)?;
@@ -124,12 +131,7 @@ impl Records {
 
 /// Writes a file as a whole or not at all, and only for its owner.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let unfinished = path.with_extension("new");
-    let written = write_over(&unfinished, bytes).and_then(|()| fs::rename(&unfinished, path));
-    if written.is_err() {
-        let _ = fs::remove_file(unfinished);
-    }
-    written
+    write_atomically(path, bytes, 0o600)
 }
 
 /// The same for a file that must be written also when the disk is full, since what frees the disk is written down first:
