@@ -44,12 +44,19 @@ pub(crate) struct ServeArgs {
     /// Allow workspaces in plain containers (`--provider docker`), which share the host's kernel
     #[arg(long)]
     allow_docker: bool,
+    /// Set aside the files of another installation in the data directory, and begin anew (nothing is removed)
+    #[arg(long)]
+    discard_existing: bool,
 }
 
 /// Serves until told to stop.
 pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
-    let overrides =
-        Overrides { listen: args.listen, data_dir: args.data_dir.clone(), allow_docker: args.allow_docker };
+    let overrides = Overrides {
+        listen: args.listen,
+        data_dir: args.data_dir.clone(),
+        allow_docker: args.allow_docker,
+        discard_existing: args.discard_existing,
+    };
     let settings = Settings::load(args.config.as_deref(), &overrides)?;
     start_logging(&settings.log)?;
     let certificate = settings.tls.certificate.clone();

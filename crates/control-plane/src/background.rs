@@ -17,6 +17,9 @@ const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
 /// Measured times are summed up this often: until then each is kept, whether or not anybody asks for metrics.
 const TIDY_METRICS_EVERY: Duration = Duration::from_secs(10);
 
+/// Idempotency keys that are too old are removed this often.
+const PRUNE_EVERY: Duration = Duration::from_secs(3600);
+
 /// Starts everything.
 pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
@@ -38,6 +41,11 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         app.ready.store(true, Ordering::Relaxed);
         return tasks;
     }
+    tasks.spawn(each(PRUNE_EVERY, all(), |all| async move {
+        if let Err(error) = all.store.prune_idempotency_keys(chrono::Utc::now()).await {
+            tracing::warn!(%error, "old idempotency keys could not be removed");
+        }
+    }));
     tasks.spawn(each(sweep::WRITE_USES_EVERY, all(), |all| async move { all.write_uses().await }));
     tasks.spawn(each(usage::LOOK_EVERY, all(), |all| async move { all.measure_all().await }));
     let sweep_every = Duration::from_secs(settings.sweep_every_seconds);
@@ -46,6 +54,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         let every = Duration::from_secs(seconds).div_f64(4.0).min(LOOK_FOR_IDLE_EVERY);
         tasks.spawn(each(every, all(), |all| async move { all.sweep_idle().await }));
     }
+    tasks.spawn(all().guard_disk_space());
     tasks.spawn(recover(all(), app.clone()));
     tasks.spawn(host_mcp_servers(app.clone()));
     tasks.spawn(maintain_pool(all(), app.clone()));

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use emergent_firecracker_manager::ManagerOptions;
+use emergent_host::room::RoomRules;
 use emergent_wire::pool::{PoolShape, PoolTarget};
 use emergent_wire::workspace::{
     DEFAULT_IMAGE, DeploymentMode, MAX_TTL_SECONDS, MIN_TTL_SECONDS, ResourceLimits,
@@ -16,6 +17,9 @@ use serde::{Deserialize, Serialize};
 
 /// The shortest time after which an unused workspace can be stopped.
 const MIN_IDLE_SECONDS: u64 = 10;
+
+/// Fewer tasks are not enough for a shell and what it starts; more are what one host can hold.
+const MAX_TASKS: std::ops::RangeInclusive<u32> = 32..=16_384;
 
 /// Everything that can be set.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,6 +49,10 @@ pub struct Settings {
     pub pool: PoolSettings,
     /// The endpoints for MCP clients.
     pub mcp: McpSettings,
+    /// Files of another installation in the data directory are set aside; else the server refuses to start
+    /// (`--discard-existing`).
+    #[serde(skip)]
+    pub discard_existing: bool,
 }
 
 /// The endpoints for MCP clients.
@@ -109,6 +117,14 @@ pub struct WorkspaceSettings {
     pub idle_stop_seconds: Option<u64>,
     /// Live agent workspaces at most.
     pub max_concurrent: u32,
+    /// Tasks (processes and threads) that the commands of one workspace may have at once (`WORKSPACE_MAX_TASKS`).
+    pub max_tasks: u32,
+    /// What is kept free on the host's disk for the server's own writes. With less, nothing that needs room is begun, and
+    /// workspaces that go on writing are stopped (`WORKSPACE_MIN_FREE_DISK`).
+    pub min_free_disk: ByteSize,
+    /// How many times over the free disk may be promised to workspaces, which seldom fill theirs. At 1 each has its disk from
+    /// the first, and nobody can take it (`WORKSPACE_DISK_OVERCOMMIT`).
+    pub disk_overcommit: u32,
     /// File tools stay inside `/workspace` and `/tmp`.
     pub confine_file_tools: bool,
     /// Who runs the machines when a request does not say.
@@ -193,6 +209,7 @@ impl Default for Settings {
             firecracker: FirecrackerSettings::default(),
             pool: PoolSettings::default(),
             mcp: McpSettings::default(),
+            discard_existing: false,
         }
     }
 }
@@ -216,6 +233,9 @@ impl Default for WorkspaceSettings {
             sweep_every_seconds: 3600,
             idle_stop_seconds: None,
             max_concurrent: 10,
+            max_tasks: 512,
+            min_free_disk: ByteSize::from_bytes(RoomRules::default().min_free_bytes),
+            disk_overcommit: RoomRules::default().overcommit,
             confine_file_tools: false,
             deployment_mode: DeploymentMode::SelfHosted,
         }
@@ -229,6 +249,11 @@ impl Default for ProviderSettings {
 }
 
 impl WorkspaceSettings {
+    /// How much of the host's disk workspaces may have.
+    pub fn room_rules(&self) -> RoomRules {
+        RoomRules { min_free_bytes: self.min_free_disk.bytes(), overcommit: self.disk_overcommit }
+    }
+
     /// The limits of a workspace that asks for none.
     pub fn default_limits(&self) -> ResourceLimits {
         ResourceLimits { cpu: self.default_cpu, memory: self.default_memory, disk: self.default_disk }
@@ -247,6 +272,9 @@ pub struct Overrides {
     /// `--allow-docker`.
     #[serde(skip)]
     pub allow_docker: bool,
+    /// `--discard-existing`.
+    #[serde(skip)]
+    pub discard_existing: bool,
 }
 
 /// Settings that can't be used.
@@ -264,7 +292,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 32] = [
+const VARIABLES: [(&str, &str); 35] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -276,6 +304,9 @@ const VARIABLES: [(&str, &str); 32] = [
     ("WORKSPACE_DEFAULT_MEMORY", "workspaces.default_memory"),
     ("WORKSPACE_DEFAULT_DISK", "workspaces.default_disk"),
     ("WORKSPACE_MAX_CONCURRENT", "workspaces.max_concurrent"),
+    ("WORKSPACE_MAX_TASKS", "workspaces.max_tasks"),
+    ("WORKSPACE_MIN_FREE_DISK", "workspaces.min_free_disk"),
+    ("WORKSPACE_DISK_OVERCOMMIT", "workspaces.disk_overcommit"),
     ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
     ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
     ("WORKSPACE_WARM_POOL_SIZE", "pool.size"),
@@ -317,6 +348,9 @@ impl Settings {
         let mut settings: Settings =
             figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
         settings.providers.allow_docker |= overrides.allow_docker;
+        settings.discard_existing = overrides.discard_existing;
+        settings.firecracker.manager.min_free_disk = settings.workspaces.min_free_disk;
+        settings.firecracker.manager.disk_overcommit = settings.workspaces.disk_overcommit;
         settings.check()?;
         Ok(settings)
     }
@@ -328,6 +362,13 @@ impl Settings {
         }
         if self.workspaces.max_concurrent == 0 {
             return refuse("workspaces.max_concurrent must be at least 1");
+        }
+        if !MAX_TASKS.contains(&self.workspaces.max_tasks) {
+            let (least, most) = (MAX_TASKS.start(), MAX_TASKS.end());
+            return refuse(&format!("workspaces.max_tasks must be from {least} to {most}"));
+        }
+        if self.workspaces.disk_overcommit == 0 {
+            return refuse("workspaces.disk_overcommit must be at least 1");
         }
         if self.workspaces.sweep_every_seconds == 0 {
             return refuse("workspaces.sweep_every_seconds must be at least 1");

@@ -104,7 +104,8 @@ async fn run(
         }
     });
     let router = emergent_firecracker_manager::router(Arc::clone(manager), token);
-    accept(listener, router, shutdown).await;
+    // Channels to microVMs go through it, and a microVM that is being copied takes nothing.
+    accept(listener, router, None, shutdown).await;
     repair.abort();
     close(manager).await;
 }

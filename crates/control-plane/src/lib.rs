@@ -13,13 +13,16 @@
 mod audit;
 mod background;
 pub mod config;
+mod connections;
 mod docs_page;
 mod events;
+mod existing;
 mod firecracker;
 mod http;
 mod listener;
 mod mcp;
 mod server;
+mod stall;
 mod storage;
 mod tls;
 mod workspace;

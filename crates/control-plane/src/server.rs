@@ -4,20 +4,21 @@
 //! is down; `/health/ready` tells when the first pass has ended.
 
 use std::future::Future;
-use std::io::Write;
 use std::net::SocketAddr;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use chrono::Utc;
+use emergent_host::files::{ensure_private_directory, write_atomically};
 use emergent_providers::{
-    ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider, ProviderError, Runtime,
-    SharedProvider,
+    ContainerHost, ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider,
+    ProviderError, Runtime, SharedProvider,
 };
 use emergent_store::{SealError, SealingKey, Store, StoreConfig, StoreError};
 use emergent_wire::access::CreateToken;
 use emergent_wire::id::InstallationId;
+use emergent_wire::workspace::WorkspaceStatus;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use secrecy::ExposeSecret;
@@ -26,12 +27,13 @@ use tokio::net::TcpListener;
 use crate::audit::Audit;
 use crate::background;
 use crate::config::Settings;
+use crate::existing::{self, ExistingError};
 use crate::firecracker::{self, Embedded};
 use crate::http::{self, App};
-use crate::listener::{Listener, accept};
+use crate::listener::{Listener, WRITE_TIME, accept};
 use crate::storage::{self, StorageError};
 use crate::tls;
-use crate::workspace::Workspaces;
+use crate::workspace::{Workspaces, make_room_for_database};
 
 /// The first admin token's name.
 const FIRST_TOKEN: &str = "first-start";
@@ -61,6 +63,9 @@ pub enum ServeError {
     /// The key that secrets are sealed with can't be used.
     #[error("the encryption key can't be used: {}", chain(.0))]
     Key(#[from] SealError),
+    /// The data directory holds the files of another installation.
+    #[error(transparent)]
+    Existing(#[from] ExistingError),
     /// There is no place for the disks of workspaces.
     #[error("{0}")]
     Storage(String),
@@ -117,17 +122,21 @@ pub async fn serve(
     allow_many_open_files();
     let data_dir = prepare_data_dir(&settings.data_dir)?;
     let tls = tls::acceptor(&settings.tls).map_err(ServeError::Tls)?;
+    make_room_for_database(&data_dir);
     let store = open_store(&settings, &data_dir).await?;
     let storage = storage::directory(&store, &data_dir).await.map_err(|error| match error {
         StorageError::Store(error) => error.into(),
         other => ServeError::Storage(other.to_string()),
     })?;
+    tell_removed_credentials(&store).await?;
     let key = match &settings.encryption_key {
         Some(key) => SealingKey::from_hex(key.expose_secret())?,
         None => SealingKey::load_or_create(&storage.join("encryption-key"))?,
     };
     store.check_key(&key).await?;
     let installation = store.installation_id().await?;
+    let knows_workspaces = !store.workspaces_in(WorkspaceStatus::ALL).await?.is_empty();
+    existing::check(&storage, installation, knows_workspaces, settings.discard_existing)?;
     // For operators: everything this server makes outside its database carries this id as a label.
     write_private(&data_dir.join("installation-id"), &installation.to_string())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
@@ -150,7 +159,7 @@ pub async fn serve(
     if !settings.is_local() && tls.is_none() {
         tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens travel in the clear");
     }
-    workspaces.check_health().await;
+    workspaces.ask_health().await;
     if let Err(error) = workspaces.servers.look(&store).await {
         tracing::warn!(%error, "the other servers can't be looked at");
     }
@@ -161,7 +170,7 @@ pub async fn serve(
         shutdown.await;
         workspaces.events.end();
     };
-    accept(Listener::Tcp(listener, tls), http::router(&app), ending).await;
+    accept(Listener::Tcp(listener, tls), http::router(&app), Some(WRITE_TIME), ending).await;
     background.shutdown().await;
     app.mcp.shut_down().await;
     workspaces.write_uses().await;
@@ -203,7 +212,21 @@ async fn retire(workspaces: &Workspaces, store: &Store) {
 fn prepare_data_dir(path: &Path) -> Result<PathBuf, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
-    path.canonicalize().map_err(failed)
+    let path = path.canonicalize().map_err(failed)?;
+    let others_may_enter = std::fs::metadata(&path).map_err(failed)?.mode() & 0o077 != 0;
+    // A directory that somebody else's files are in is not ours to change.
+    let is_ours =
+        path.join("installation-id").exists() || std::fs::read_dir(&path).map_err(failed)?.next().is_none();
+    if others_may_enter && is_ours {
+        ensure_private_directory(&path).map_err(failed)?;
+        tracing::warn!(directory = %path.display(), "other users could enter the data directory: it is private now");
+    } else if others_may_enter {
+        tracing::warn!(
+            directory = %path.display(),
+            "other users can enter the data directory, which holds other files too: give the server a directory of its own"
+        );
+    }
+    Ok(path)
 }
 
 async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, StoreError> {
@@ -212,6 +235,19 @@ async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, Store
         None => StoreConfig::Sqlite(data_dir.join("emergent.db")),
     };
     Store::open(config).await
+}
+
+/// Tells once that a migration took credentials out of repository URLs.
+async fn tell_removed_credentials(store: &Store) -> Result<(), StoreError> {
+    if let Some(workspaces) = store.removed_credentials().await? {
+        tracing::warn!(
+            workspaces,
+            "repository URLs held user names, passwords or tokens, which are removed from the database: replace these \
+             credentials at the git host. Audit rows and clones inside workspaces may still hold them"
+        );
+        store.acknowledge_removed_credentials().await?;
+    }
+    Ok(())
 }
 
 /// Makes the first admin token and keeps it where the command line finds it. True when it was made now.
@@ -234,11 +270,8 @@ async fn ensure_admin_token(store: &Store, data_dir: &Path, storage: &Path) -> R
         // Removed on purpose: others have tokens, and none is made behind their backs.
         return Ok(false);
     }
-    for old in store.tokens().await?.into_iter().filter(|token| token.name == FIRST_TOKEN) {
-        store.revoke_token(old.id, Utc::now()).await?;
-    }
     let request = CreateToken { name: FIRST_TOKEN.to_owned(), workspace_id: None, ttl_seconds: None };
-    let created = store.create_token(&request, Utc::now()).await?;
+    let created = store.replace_token(&request, Utc::now()).await?;
     write_private(&path, &created.secret).map_err(failed)?;
     store.put_setting("first_token_made", "yes").await?;
     Ok(true)
@@ -246,12 +279,7 @@ async fn ensure_admin_token(store: &Store, data_dir: &Path, storage: &Path) -> R
 
 /// Writes a file that only its owner can read, as a whole or not at all.
 pub(crate) fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
-    let temporary = path.with_extension(format!("new-{}", std::process::id()));
-    let mut file =
-        std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-    file.write_all(text.as_bytes())?;
-    file.sync_all()?;
-    std::fs::rename(temporary, path)
+    write_atomically(path, text.as_bytes(), 0o600)
 }
 
 /// The providers that the settings turn on.
@@ -266,6 +294,8 @@ fn providers(
         data_dir: data_dir.to_owned(),
         docker_host: settings.providers.docker_host.clone(),
         nameservers: settings.providers.nameservers.clone(),
+        probe_image: settings.workspaces.default_image.clone(),
+        room: settings.workspaces.room_rules(),
     };
     let mut providers: Vec<SharedProvider> = Vec::new();
     if let Some(manager) = firecracker::manager(&settings.firecracker, embedded) {
@@ -279,12 +309,16 @@ fn providers(
         };
         providers.push(Arc::new(FirecrackerProvider::new(&options)?));
     }
+    if !settings.providers.gvisor && !settings.providers.allow_docker {
+        return Ok(providers);
+    }
+    let host = ContainerHost::open(&options)?;
     if settings.providers.gvisor {
-        providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &options)?));
+        providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &host)));
     }
     if settings.providers.allow_docker {
         tracing::warn!("plain Docker is allowed: workspaces on it share the host's kernel");
-        providers.push(Arc::new(ContainerProvider::new(Runtime::Plain, &options)?));
+        providers.push(Arc::new(ContainerProvider::new(Runtime::Plain, &host)));
     }
     Ok(providers)
 }

@@ -2,7 +2,12 @@
 //!
 //! Everything under `/api/v1` needs a token. An admin token may do everything. A workspace token may look at its one
 //! workspace and use its tools, and nothing else. What is not listed here is denied.
+//!
+//! A request, and the stream that answers it, last no longer than the token: when it is revoked they end.
 
+use std::sync::Arc;
+
+use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
@@ -14,6 +19,8 @@ use emergent_wire::{ErrorCode, WorkspaceId};
 
 use super::App;
 use super::error::ApiError;
+use super::until_ended::UntilEnded;
+use crate::connections::Connection;
 use crate::workspace::error_of;
 
 /// Who asks. Every handler under `/api/v1` can take it.
@@ -26,10 +33,21 @@ pub(crate) async fn check(State(app): State<App>, mut request: Request, next: Ne
     let secret = header.and_then(bearer).map(str::to_owned);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let has_token = secret.is_some();
-    match caller(&app, secret, &method, &path).await {
+    match caller(&app, secret.clone(), &method, &path).await {
         Ok(caller) => {
+            if let Some(connection) = request.extensions().get::<Arc<Connection>>() {
+                connection.trust();
+            }
             request.extensions_mut().insert(caller.clone());
-            let mut response = next.run(request).await;
+            let mut ended = Box::pin(token_ended(app, secret.unwrap_or_default(), caller.0.clone()));
+            let mut response = tokio::select! {
+                biased;
+                response = next.run(request) => response.map(|body| Body::new(UntilEnded::new(body, ended))),
+                () = &mut ended => {
+                    let message = "the token was revoked, or its time was over, while the request was in progress";
+                    ApiError::new(ErrorCode::Unauthorized, message).into_response()
+                }
+            };
             response.extensions_mut().insert(caller);
             response
         }
@@ -44,6 +62,10 @@ pub(crate) async fn check(State(app): State<App>, mut request: Request, next: Ne
             response
         }
     }
+}
+
+async fn token_ended(app: App, secret: String, token: Token) {
+    app.workspaces.store.token_ended(&secret, &token).await;
 }
 
 async fn caller(app: &App, secret: Option<String>, method: &Method, path: &str) -> Result<Caller, ApiError> {

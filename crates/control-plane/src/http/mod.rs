@@ -6,6 +6,7 @@ mod docs;
 mod error;
 mod events;
 mod extract;
+mod idempotency;
 mod mcp;
 mod mcp_endpoint;
 mod mcp_modern;
@@ -20,11 +21,13 @@ mod stream;
 mod summary;
 mod tokens;
 mod tools;
+mod until_ended;
 mod workspace_mcp;
 mod workspaces;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::DefaultBodyLimit;
@@ -33,6 +36,7 @@ use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::sync::Semaphore;
+use tower_http::timeout::RequestBodyTimeoutLayer;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -47,6 +51,8 @@ pub(crate) use workspace_mcp::WorkspaceMcps;
 const BODY_BYTES: usize = 5 << 20;
 /// The largest body of `write`: 64 MiB as JSON text or base64.
 const WRITE_BODY_BYTES: usize = 140 << 20;
+/// How long a client may take to send the next piece of a body.
+const BODY_PIECE_TIME: Duration = Duration::from_secs(30);
 /// Large bodies that are read at once.
 const LARGE_BODIES: usize = 4;
 
@@ -165,6 +171,7 @@ pub(crate) fn router(app: &App) -> Router {
         .merge(open)
         .merge(docs::pages())
         .fallback(nothing_here)
+        .layer(RequestBodyTimeoutLayer::new(BODY_PIECE_TIME))
         .layer(tower_http::catch_panic::CatchPanicLayer::custom(ops::panicked))
         .layer(middleware::from_fn(record::request_id))
         .with_state(app.clone())

@@ -15,6 +15,7 @@ use utoipa_axum::routes;
 
 use super::App;
 use super::error::ApiError;
+use crate::workspace::DiskLevel;
 
 /// Routes that need no token.
 pub(super) fn open_routes() -> OpenApiRouter<App> {
@@ -25,27 +26,45 @@ pub(super) fn open_routes() -> OpenApiRouter<App> {
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Health {
     /// `ok`, or what is wrong.
-    status: &'static str,
+    status: String,
+    /// What will be wrong soon.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
+}
+
+impl Health {
+    fn new(status: impl Into<String>) -> Self {
+        Self { status: status.into(), warnings: Vec::new() }
+    }
 }
 
 /// Whether the process answers.
 #[utoipa::path(get, path = "/health/live", tag = "operations", security(()), responses((status = 200, body = Health)))]
 pub(super) async fn live() -> Json<Health> {
-    Json(Health { status: "ok" })
+    Json(Health::new("ok"))
 }
 
-/// Whether the server can take requests: its database answers and it has looked after what a crash left.
+/// Whether the server can take requests: its database answers, it has looked after what a crash left, and the host's disk has
+/// room. On a full disk it still answers all requests that need none, removals first.
 #[utoipa::path(get, path = "/health/ready", tag = "operations", security(()),
     responses((status = 200, body = Health), (status = 503, body = Health)))]
 pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) {
-    let status = if !app.ready.load(Ordering::Relaxed) {
-        "starting"
-    } else if app.workspaces.store.ping().await.is_err() {
-        "the database does not answer"
-    } else {
-        return (StatusCode::OK, Json(Health { status: "ok" }));
-    };
-    (StatusCode::SERVICE_UNAVAILABLE, Json(Health { status }))
+    let refuse = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(Health::new(status)));
+    if !app.ready.load(Ordering::Relaxed) {
+        return refuse("starting");
+    }
+    if app.workspaces.store.ping().await.is_err() {
+        return refuse("the database does not answer");
+    }
+    // Whoever asks may have no token, so that neither paths nor numbers are told.
+    match app.workspaces.disk_level() {
+        DiskLevel::Full => refuse("the host's disk is full"),
+        DiskLevel::Low => {
+            let warnings = vec!["the host's disk is nearly full".to_owned()];
+            (StatusCode::OK, Json(Health { warnings, ..Health::new("ok") }))
+        }
+        DiskLevel::Enough => (StatusCode::OK, Json(Health::new("ok"))),
+    }
 }
 
 /// Metrics for Prometheus. Needs an admin token.

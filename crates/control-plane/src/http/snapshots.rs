@@ -1,7 +1,7 @@
 //! Snapshots: make, list, get, remove; and workspaces made of them.
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use axum::http::{HeaderMap, StatusCode};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
@@ -11,8 +11,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
+use super::access::Caller;
 use super::error::ApiError;
 use super::extract::{Body, Id, Params};
+use super::idempotency::{self, Begun};
 use super::workspaces::{finish, finish_create, prefers_async};
 use crate::workspace::error_of;
 
@@ -39,17 +41,23 @@ pub(super) async fn create(
 ///
 /// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/from-snapshot", tag = "snapshots", request_body = FromSnapshot,
-    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once")),
+    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once"),
+        ("Idempotency-Key" = Option<String>, Header, description = "the same key and request make one workspace")),
     responses((status = 201, body = Workspace), (status = 202, body = Workspace),
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn restore(
     State(app): State<App>,
+    Extension(Caller(token)): Extension<Caller>,
     headers: HeaderMap,
     Body(request): Body<FromSnapshot>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
-    let creation = app.workspaces.begin_from_snapshot(request, !at_once).await?;
-    finish_create(&app, creation, at_once).await
+    let key = match idempotency::begin(&app, &token, &headers, "workspace.from_snapshot", &request).await? {
+        Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
+        Begun::New(key) => key,
+    };
+    let creation = app.workspaces.begin_from_snapshot(request, !at_once).await;
+    finish_create(&app, creation, at_once, key).await
 }
 
 /// Which snapshots to list.

@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use emergent_wire::access::CreateToken;
 use emergent_wire::git::GitRequest;
+use emergent_wire::git_url::GitUrl;
 use emergent_wire::mcp::RegisterMcpServer;
 use emergent_wire::pool::PoolTarget;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot};
@@ -45,12 +46,9 @@ fn short_option(text: Option<&String>) -> Option<String> {
     text.map(|text| short(text))
 }
 
-/// A URL without a user and password.
-fn without_credentials(url: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else { return short(url) };
-    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-    let host = authority.rsplit('@').next().unwrap_or_default();
-    short(&format!("{scheme}://{host}/{path}"))
+/// Where a repository is, without credentials: a request that carries some is recorded before it is refused.
+fn repository(url: Option<&String>) -> Option<String> {
+    url.map(|url| short(&GitUrl::without_credentials(url)))
 }
 
 impl Summarize for RegisterMcpServer {
@@ -153,9 +151,9 @@ impl Summarize for GitRequest {
         json!({
             "action": self.action,
             "path": short_option(self.path.as_ref()),
-            "repository_url": self.repository_url.as_deref().map(without_credentials),
+            "repository_url": repository(self.repository_url.as_ref()),
             "branch": short_option(self.branch.as_ref()),
-            "remote": short_option(self.remote.as_ref()),
+            "remote": repository(self.remote.as_ref()),
         })
     }
 }
@@ -168,7 +166,7 @@ impl Summarize for CreateWorkspace {
             "image": short_option(self.image.as_ref()),
             "resource_limits": self.resource_limits,
             "network": self.network,
-            "repository_url": self.repository_url.as_deref().map(without_credentials),
+            "repository_url": repository(self.repository_url.as_ref()),
             "branch": short_option(self.branch.as_ref()),
             "ttl_seconds": self.ttl_seconds,
             "variables": self.environment.keys().map(|name| short(name)).collect::<Vec<_>>(),

@@ -12,7 +12,7 @@ use emergent_wire::workspace::{
     AttachRequest, ContainerType, CreateWorkspace, DetachRequest, ProviderInfo, ProviderName, Workspace,
     WorkspaceList, WorkspaceStatus,
 };
-use emergent_wire::{ErrorCode, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
@@ -20,6 +20,7 @@ use super::App;
 use super::access::{Caller, workspace_route};
 use super::error::ApiError;
 use super::extract::{Body, Id, Params};
+use super::idempotency::{self, Begun, IdempotencyKey};
 use crate::workspace::{Creation, error_of, is_mcp_server};
 
 /// Workspaces on one page when the caller does not say.
@@ -46,19 +47,27 @@ pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: N
 
 /// Create a workspace.
 ///
-/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`.
+/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`. A client that
+/// goes away before the answer leaves nothing behind: the workspace is destroyed; with the header `Idempotency-Key` it is kept,
+/// and the same request with the same key answers with it.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces", tag = "workspaces", request_body = CreateWorkspace,
-    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once")),
+    params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once"),
+        ("Idempotency-Key" = Option<String>, Header, description = "the same key and request make one workspace")),
     responses((status = 201, body = Workspace), (status = 202, body = Workspace),
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn create(
     State(app): State<App>,
+    Extension(Caller(token)): Extension<Caller>,
     headers: HeaderMap,
     Body(request): Body<CreateWorkspace>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
-    let creation = app.workspaces.begin_create(request, !at_once).await?;
-    finish_create(&app, creation, at_once).await
+    let key = match idempotency::begin(&app, &token, &headers, "workspace.create", &request).await? {
+        Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
+        Begun::New(key) => key,
+    };
+    let creation = app.workspaces.begin_create(request, !at_once).await;
+    finish_create(&app, creation, at_once, key).await
 }
 
 pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
@@ -69,18 +78,43 @@ pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
 /// Makes a workspace whose intent is written down.
 pub(super) async fn finish_create(
     app: &App,
-    creation: Creation,
+    creation: Result<Creation, ErrorDetail>,
     at_once: bool,
+    key: Option<IdempotencyKey>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
+    let creation = match creation {
+        Ok(creation) => creation,
+        Err(error) => {
+            idempotency::forget(app, key).await;
+            return Err(error.into());
+        }
+    };
     let begun = creation.workspace.clone();
-    // In a task of its own: a client that goes away must not leave a half-made workspace.
-    let workspaces = app.workspaces.clone();
-    let work = tokio::spawn(async move { workspaces.finish_create(creation).await });
+    let (answer, answered) = tokio::sync::oneshot::channel();
+    let (app, is_kept) = (app.clone(), at_once || key.is_some());
+    // In a task of its own, which goes on when the client goes away.
+    tokio::spawn(async move {
+        let made = app.workspaces.finish_create(creation).await;
+        match &made {
+            Ok(workspace) => idempotency::finish(&app, key, workspace.id).await,
+            Err(_) => idempotency::forget(&app, key).await,
+        }
+        if let Err(Ok(workspace)) = answer.send(made)
+            && !is_kept
+        {
+            let id = workspace.id;
+            tracing::warn!(workspace = %id, "its client went away before the answer: it is destroyed");
+            if let Err(error) = app.workspaces.destroy(id).await {
+                tracing::warn!(workspace = %id, %error, "a workspace that nobody knows of could not be destroyed");
+            }
+        }
+    });
     if at_once {
         return Ok((StatusCode::ACCEPTED, Json(begun)));
     }
+    let made = answered.await;
     let workspace =
-        work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the workspace failed"))??;
+        made.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the workspace failed"))??;
     Ok((StatusCode::CREATED, Json(workspace)))
 }
 

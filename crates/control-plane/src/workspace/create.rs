@@ -186,6 +186,7 @@ impl Workspaces {
     }
 
     async fn order(&self, order: Order, waited_for: bool) -> Result<Creation, ErrorDetail> {
+        self.refuse_if_disk_is_full()?;
         let plan = match placement::plan(order.wish, &self.known_providers()) {
             Ok(plan) => plan,
             Err(_) => {

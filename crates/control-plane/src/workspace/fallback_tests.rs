@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
-    ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError, Runtime, Sandbox,
-    SandboxSpec, SharedProvider, WorkspaceProvider,
+    ContainerHost, ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError,
+    Runtime, Sandbox, SandboxSpec, SharedProvider, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
 use emergent_wire::event::EventKind;
@@ -173,8 +173,11 @@ impl World {
                 data_dir: directory,
                 docker_host: None,
                 nameservers: Vec::new(),
+                probe_image: Settings::default().workspaces.default_image,
+                room: Settings::default().workspaces.room_rules(),
             };
-            providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &options).unwrap()));
+            let host = ContainerHost::open(&options).unwrap();
+            providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &host)));
         }
         let workspaces = Workspaces::new(store, key, Settings::default(), providers);
         workspaces.check_health().await;

@@ -21,7 +21,7 @@ use crate::events::Events;
 /// How often every provider is checked.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(30);
 /// A check that takes longer is a failed one.
-const CHECK_WITHIN: Duration = Duration::from_secs(20);
+const CHECK_WITHIN: Duration = Duration::from_secs(25);
 
 /// A request that finds no provider looks again at those whose last check is older than this.
 const RECHECK_AFTER: TimeDelta = TimeDelta::milliseconds(50);
@@ -87,24 +87,40 @@ impl HealthBoard {
     }
 }
 
-async fn check(provider: &SharedProvider) -> Health {
-    tokio::time::timeout(CHECK_WITHIN, provider.health()).await.unwrap_or_else(|_| {
+/// Asks a provider how it is, and where asked has it show that sandboxes start.
+async fn check(provider: &SharedProvider, thoroughly: bool) -> Health {
+    let checked = async {
+        let mut health = provider.health().await;
+        if thoroughly && health.problem.is_none() {
+            health.problem = provider.prove().await;
+        }
+        health
+    };
+    tokio::time::timeout(CHECK_WITHIN, checked).await.unwrap_or_else(|_| {
         Health::unhealthy(format!("its check did not end within {} s", CHECK_WITHIN.as_secs()))
     })
 }
 
 impl Workspaces {
-    /// Checks all providers at once.
+    /// Asks all providers at once, without starting a sandbox: what a server needs to know before it listens.
+    pub(crate) async fn ask_health(&self) {
+        let checks = self.providers().iter().map(|provider| async {
+            self.health.note(provider.name(), check(provider, false).await, &self.events);
+        });
+        futures_util::future::join_all(checks).await;
+    }
+
+    /// Checks all providers at once: healthy means that a sandbox starts.
     pub(crate) async fn check_health(&self) {
         let checks = self.providers().iter().map(|provider| async {
-            self.health.note(provider.name(), check(provider).await, &self.events);
+            self.health.note(provider.name(), check(provider, true).await, &self.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
     /// A provider has just failed: it is looked at again at once.
     pub(super) async fn recheck(&self, provider: &SharedProvider) {
-        self.health.note(provider.name(), check(provider).await, &self.events);
+        self.health.note(provider.name(), check(provider, true).await, &self.events);
     }
 
     /// Looks again at the providers that were found unhealthy a while ago: they may be back.

@@ -19,13 +19,16 @@ use super::{Workspaces, error_of};
 
 /// How long the commands of a busy workspace have before it is removed.
 const DESTROY_GRACE: Duration = Duration::from_secs(10);
+/// How long the agent may take beyond that to say that they have ended.
+const DESTROY_MARGIN: Duration = Duration::from_secs(2);
 /// How long it may take to open a channel that is not needed at all costs.
-const OPEN_WITHIN: Duration = Duration::from_secs(10);
+const OPEN_WITHIN: Duration = Duration::from_secs(5);
 
 impl Workspaces {
     /// Stops a workspace; its files are kept. Stopping a stopped one is success.
     pub(crate) async fn stop(&self, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
         use WorkspaceStatus::{Error, Ready, Stopped, Stopping};
+        self.disk_space.make_room_for_database();
         match self.store.transition(id, &[Ready, Error], Stopping).await {
             Ok(_) => {}
             Err(StoreError::WrongState { status: Stopped, .. }) => {
@@ -97,6 +100,7 @@ impl Workspaces {
         let spec = self.spec_of(record).await?;
         let provider = self.provider_of(record)?;
         let sandbox = provider.resume(&spec).await?;
+        self.tell_if_mended(record.workspace.id, &sandbox).await;
         Ok(Reached { channel: sandbox.channel, provider: provider.name() })
     }
 
@@ -114,10 +118,29 @@ impl Workspaces {
 
     /// Removes a workspace and everything that belongs to it.
     pub(crate) async fn destroy(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
+        self.disk_space.make_room_for_database();
         let all = WorkspaceStatus::ALL;
-        self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+        match self.store.transition(id, all, WorkspaceStatus::Destroying).await {
+            Ok(_) => {}
+            Err(StoreError::Unwritable(_)) if self.disk_space.has_no_room_for_database() => {
+                self.free_disk_of(id).await?;
+                self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+            }
+            Err(error) => return Err(error_of(error)),
+        }
         failpoint!("destroy.row_written");
         self.finish_destroy(id).await
+    }
+
+    /// Removes the sandbox of a workspace whose removal can't be written down: on a full disk its own files may be what is in
+    /// the way. A crash before the row is gone leaves a workspace that says that its files were removed.
+    async fn free_disk_of(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
+        tracing::warn!(workspace = %id, "the database can't be written: the sandbox is removed first");
+        let live = self.live(id);
+        let _changing = live.changing.lock().await;
+        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        live.close_to_calls();
+        Ok(self.provider_of(&record)?.destroy(id).await?)
     }
 
     /// Carries out a removal that was written down.
@@ -207,13 +230,25 @@ impl Workspaces {
         let provider = self.provider_of(record)?;
         let channel = match provider.open_channel(&spec).await {
             Ok(channel) => channel,
-            Err(ProviderError::NotRunning(why) | ProviderError::Gone(why)) => {
+            Err(
+                error @ (ProviderError::NotRunning(_)
+                | ProviderError::Gone(_)
+                | ProviderError::Unresponsive(_)),
+            ) => {
+                if let ProviderError::Unresponsive(_) = error {
+                    provider.kill(id).await?;
+                }
+                let why = match error {
+                    ProviderError::NotRunning(why) | ProviderError::Gone(why) => why,
+                    unresponsive => unresponsive.to_string(),
+                };
                 tracing::warn!(workspace = %id, why, "the sandbox had ended and is started again");
                 metrics::counter!("emergent_sandbox_restarts_total").increment(1);
                 let sandbox = match provider.resume(&spec).await {
                     Ok(sandbox) => sandbox,
                     Err(error) => return Err(self.give_up(id, &why, error).await),
                 };
+                self.tell_if_mended(id, &sandbox).await;
                 let note = json!({ "at": Utc::now(), "reason": why });
                 let _ =
                     self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
@@ -260,6 +295,11 @@ impl Workspaces {
         let Ok(provider) = self.provider(provider) else {
             return error;
         };
+        let known = self.live_map().get(&id).and_then(|live| live.last_end());
+        if let Some(why) = known {
+            let message = format!("the sandbox was ended while the call ran: {why}");
+            return ErrorDetail::new(ErrorCode::SandboxLost, message).with_details(json!({ "reason": why }));
+        }
         match provider.explain_end(id).await {
             Some(why) => ErrorDetail::new(
                 ErrorCode::SandboxLost,
@@ -278,7 +318,7 @@ async fn end_commands(channel: &GuestClient, calls: usize) {
         let call = channel.start(&GuestCall::Shutdown(message)).await.ok()?;
         call.answer::<serde_json::Value>().await.ok()
     };
-    if tokio::time::timeout(DESTROY_GRACE + Duration::from_secs(3), shutdown).await.is_err() {
+    if tokio::time::timeout(DESTROY_GRACE + DESTROY_MARGIN, shutdown).await.is_err() {
         tracing::warn!(calls, "commands did not end in time; the sandbox is removed all the same");
     }
 }

@@ -22,6 +22,9 @@ const WRITE_EVERY: Duration = Duration::from_secs(10);
 /// Commands in the background that are remembered: as many as the sandbox keeps the output of.
 const MAX_OPERATIONS: usize = 100;
 
+/// A call that breaks within this time after its sandbox was ended broke for that reason.
+const END_IS_NEWS: Duration = Duration::from_secs(30);
+
 /// A workspace as this process knows it.
 #[derive(Default)]
 pub(crate) struct Live {
@@ -30,6 +33,8 @@ pub(crate) struct Live {
     traffic: StdMutex<Traffic>,
     pub(super) measured: StdMutex<Measured>,
     operations: StdMutex<VecDeque<Operation>>,
+    /// Why this server ended the sandbox, and when.
+    ended: StdMutex<Option<(Instant, String)>>,
 }
 
 /// What is remembered of a command in the background, to say whether it ran out of memory.
@@ -129,6 +134,17 @@ impl Live {
         let mut traffic = self.traffic();
         let is_damaged = std::mem::take(&mut traffic.damaged);
         (is_damaged && traffic.calls == 0 && !has_operations).then(|| traffic.open_channel()).flatten()
+    }
+
+    /// Remembers why the sandbox is ended, for calls that end with it.
+    pub(super) fn note_end(&self, why: &str) {
+        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), why.to_owned()));
+    }
+
+    /// Why this server ended the sandbox a moment ago, if it did.
+    pub(super) fn last_end(&self) -> Option<String> {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        ended.as_ref().filter(|(at, _)| at.elapsed() < END_IS_NEWS).map(|(_, why)| why.clone())
     }
 
     /// Calls in progress.

@@ -41,6 +41,7 @@ impl Workspaces {
         if answer.oom_killed {
             self.tell_out_of_memory(to.id, answer.operation_id);
         }
+        answer.notes.extend(self.disk_note());
     }
 
     /// Ends a sandbox of which the host has ended a process, if nothing that runs in it would be missed. Whoever calls

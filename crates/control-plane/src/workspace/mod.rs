@@ -2,6 +2,7 @@
 
 mod clock;
 mod create;
+mod disk_space;
 #[cfg(test)]
 mod fallback_tests;
 mod health;
@@ -33,6 +34,8 @@ use crate::config::Settings;
 use crate::events::Events;
 use clock::Clock;
 pub(crate) use create::Creation;
+use disk_space::DiskSpace;
+pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
 pub(crate) use live::{Live, Reached};
 use pool::Pool;
@@ -54,6 +57,7 @@ pub(crate) struct Workspaces {
     pub(crate) pool: Pool,
     pub(crate) servers: Servers,
     pub(crate) events: Events,
+    disk_space: DiskSpace,
     clock: Clock,
 }
 
@@ -64,6 +68,7 @@ impl Workspaces {
         settings: Settings,
         providers: Vec<SharedProvider>,
     ) -> Arc<Self> {
+        let disk_space = DiskSpace::new(&settings.data_dir, settings.workspaces.min_free_disk.bytes());
         Arc::new(Self {
             store,
             key,
@@ -74,6 +79,7 @@ impl Workspaces {
             pool: Pool::default(),
             servers: Servers::default(),
             events: Events::default(),
+            disk_space,
             clock: Clock::start(),
         })
     }
@@ -127,12 +133,14 @@ impl Workspaces {
             container_type: workspace.container_type,
             image: record.image.clone(),
             limits: workspace.resource_limits,
+            max_tasks: self.settings.workspaces.max_tasks,
             network: record.network,
             snapshot: workspace.snapshot_id.as_deref().and_then(|id| id.parse().ok()),
             volumes: volumes_of(workspace),
             configuration: Some(Configuration {
                 environment,
                 confined_to: if confined { CONFINED_TO.map(str::to_owned).to_vec() } else { Vec::new() },
+                max_tasks: Some(self.settings.workspaces.max_tasks),
                 without_shells: is_server,
                 ..Configuration::default()
             }),
@@ -216,6 +224,11 @@ pub(crate) fn error_of(error: StoreError) -> ErrorDetail {
         )
         .with_details(serde_json::json!({ "limit": limit, "current": current })),
         StoreError::WrongState { id, status } => wrong_state(id, status),
+        StoreError::LastAdminToken { .. } | StoreError::IdempotencyKeyReused => {
+            ErrorDetail::new(ErrorCode::Conflict, text)
+        }
+        StoreError::BadIdempotencyKey => ErrorDetail::new(ErrorCode::BadRequest, text),
+        StoreError::TooManyIdempotencyKeys { .. } => ErrorDetail::new(ErrorCode::LimitReached, text),
         StoreError::BadCursor => ErrorDetail::new(ErrorCode::BadRequest, text),
         StoreError::TokenRefused(_) => ErrorDetail::new(ErrorCode::Unauthorized, text),
         StoreError::Unavailable(source) => {

@@ -126,6 +126,11 @@ impl Workspaces {
                 }
             })
             .await;
+        for provider in self.providers() {
+            if let Err(error) = provider.tidy().await {
+                tracing::warn!(provider = %provider.name(), %error, "what no sandbox uses any more could not be removed");
+            }
+        }
     }
 
     async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>), ErrorDetail> {

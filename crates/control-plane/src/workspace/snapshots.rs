@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use emergent_failpoint::failpoint;
-use emergent_store::{NewSnapshot, SnapshotRecord};
+use emergent_store::{NewSnapshot, SnapshotRecord, StoreError};
 use emergent_wire::snapshot::{CreateSnapshot, Snapshot, SnapshotStatus};
 use emergent_wire::workspace::WorkspaceStatus;
 use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
@@ -32,6 +32,7 @@ impl Workspaces {
             WorkspaceStatus::Ready | WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}
             status => return Err(wrong_state(id, status)),
         }
+        self.refuse_if_disk_is_full()?;
         let provider = self.provider_of(&record)?;
         if !provider.capabilities().snapshots {
             let message = format!(
@@ -72,8 +73,13 @@ impl Workspaces {
                 Ok(snapshot)
             }
             Err(error) => {
-                let record = self.store.snapshot(new.id).await.map_err(error_of)?;
-                if let Err(problem) = self.discard_snapshot(&record).await {
+                let discarded = match self.store.snapshot(new.id).await {
+                    Ok(record) => self.discard_snapshot(&record).await,
+                    // Recovery was faster.
+                    Err(StoreError::NotFound { .. }) => Ok(()),
+                    Err(problem) => Err(error_of(problem)),
+                };
+                if let Err(problem) = discarded {
                     tracing::warn!(snapshot = %new.id, %problem, "a failed copy is left to recovery");
                 }
                 Err(error.into())
@@ -83,6 +89,7 @@ impl Workspaces {
 
     /// Removes a snapshot.
     pub(crate) async fn delete_snapshot(self: &Arc<Self>, id: SnapshotId) -> Result<(), ErrorDetail> {
+        self.disk_space.make_room_for_database();
         let record = self.store.snapshot(id).await.map_err(error_of)?;
         match record.snapshot.status {
             SnapshotStatus::Ready => self.discard_snapshot(&record).await,

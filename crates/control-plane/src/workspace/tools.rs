@@ -101,10 +101,26 @@ impl Workspaces {
         match tokio::time::timeout(limit, answer).await {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(error)) => Err(self.explain_loss(to.id, to.provider, error.into()).await),
-            Err(_) => Err(ErrorDetail::new(
-                ErrorCode::DeadlineExceeded,
-                format!("the sandbox did not answer within {} s; the call was cancelled", limit.as_secs()),
-            )),
+            Err(_) => {
+                self.give_up_if_silent(to.id).await;
+                let message = format!(
+                    "the sandbox did not answer within {} s; the call was cancelled",
+                    limit.as_secs()
+                );
+                Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, message))
+            }
+        }
+    }
+
+    /// The agent ends commands in time by itself. One that did not, and does not say how it is doing either, has stopped: its
+    /// channel is closed, and the next call starts the sandbox again.
+    async fn give_up_if_silent(&self, id: WorkspaceId) {
+        let Some(reached) = self.live(id).reached() else {
+            return;
+        };
+        if super::usage::ask(&reached.channel).await.is_none() {
+            tracing::warn!(workspace = %id, "the agent does not answer: its channel is closed");
+            reached.channel.close();
         }
     }
 
@@ -268,6 +284,7 @@ impl Workspaces {
     ) -> Result<WriteAnswer, ErrorDetail> {
         request.validate()?;
         let content = decode(request.content, request.encoding)?;
+        self.refuse_if_disk_is_full()?;
         let message = GuestCall::Write(WriteCall { file_path: request.file_path });
         let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
         let written = async {
@@ -285,6 +302,7 @@ impl Workspaces {
         request: EditRequest,
     ) -> Result<EditAnswer, ErrorDetail> {
         request.validate()?;
+        self.refuse_if_disk_is_full()?;
         self.ask(id, &GuestCall::Edit(request), FILE_TOOL_TIME).await
     }
 

@@ -243,7 +243,7 @@ impl Workspaces {
                 continue;
             };
             // It has been told before; and by now it may be a workspace's, which must not be told anything else.
-            let spec = SandboxSpec { configuration: None, ..spare_spec(spare.id, &spare.shape) };
+            let spec = SandboxSpec { configuration: None, ..self.spare_spec(spare.id, &spare.shape) };
             match provider.open_channel(&spec).await {
                 Ok(channel) => {
                     let warnings = provider.warnings(&spec).await;
@@ -321,7 +321,7 @@ impl Workspaces {
         }
         failpoint!("fill.row_written");
         let provider = self.provider(shape.provider)?;
-        let sandbox = match provider.create(&spare_spec(id, shape)).await {
+        let sandbox = match provider.create(&self.spare_spec(id, shape)).await {
             Ok(sandbox) => sandbox,
             Err(error) => {
                 provider.destroy(id).await?;
@@ -415,18 +415,20 @@ impl Workspaces {
         let all = u32::try_from(spares.len()).unwrap_or(u32::MAX);
         Ok(PoolStatus { set_at_run_time, shapes, leaving: all.saturating_sub(matched) })
     }
-}
 
-/// The sandbox of a spare. It belongs to nobody: no variables.
-fn spare_spec(id: WorkspaceId, shape: &Shape) -> SandboxSpec {
-    SandboxSpec {
-        id,
-        container_type: ContainerType::AgentWorkspace,
-        image: shape.image.clone(),
-        limits: shape.limits,
-        network: shape.network,
-        snapshot: None,
-        volumes: Vec::new(),
-        configuration: Some(Configuration::default()),
+    /// The sandbox of a spare. It belongs to nobody: no variables.
+    fn spare_spec(&self, id: WorkspaceId, shape: &Shape) -> SandboxSpec {
+        let max_tasks = self.settings.workspaces.max_tasks;
+        SandboxSpec {
+            id,
+            container_type: ContainerType::AgentWorkspace,
+            image: shape.image.clone(),
+            limits: shape.limits,
+            max_tasks,
+            network: shape.network,
+            snapshot: None,
+            volumes: Vec::new(),
+            configuration: Some(Configuration { max_tasks: Some(max_tasks), ..Configuration::default() }),
+        }
     }
 }
