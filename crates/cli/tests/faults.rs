@@ -109,7 +109,9 @@ async fn hostile_commands_leave_the_workspace_usable() {
         // which then comes back: too slow to be tried with every run.)
         if provider == "docker" {
             let answer = bash("bomb() { bomb | bomb & }; bomb; sleep 100", 300).await;
-            assert_eq!(answer["timed_out"], true, "{answer}");
+            // Whichever comes first: its time is over, or it has all the tasks that a workspace may have.
+            let is_over_limit = answer["notes"].to_string().contains("tasks");
+            assert!(answer["timed_out"] == true || is_over_limit, "{answer}");
             let count = "n=$(ls /proc | grep -c '^[0-9]')";
             let settle =
                 format!("for i in $(seq 100); do {count}; [ $n -lt 50 ] && break; sleep 0.1; done; echo $n");

@@ -278,7 +278,7 @@ async fn a_full_disk_is_said_and_leaves_nothing() {
     let path = format!("/v1/machines/{}", WorkspaceId::generate());
     let refused = manager.request("PUT", &path, Some(asked)).await;
     let said = message(&refused);
-    assert!(said.contains("making the disk") && said.contains("MiB are left on the host's disk"), "{said}");
+    assert!(said.contains("the host's disk has no room"), "{said}");
     assert_eq!(left(&directory), Vec::<String>::new());
     manager.request("GET", &path, None).await.error(404);
     // An image that does not fit leaves no half of it.
@@ -327,7 +327,7 @@ async fn a_full_disk_keeps_nobody_from_ending_what_fills_it() {
     assert_eq!(stopped["phase"], "stopped");
     let copy = format!("/v1/snapshots/{}", SnapshotId::generate());
     let refused = manager.request("PUT", &copy, Some(json!({ "machine": second }))).await;
-    assert!(message(&refused).contains("are left on the host's disk"), "{refused:?}");
+    assert!(message(&refused).contains("the host's disk has no room"), "{refused:?}");
     // What was to be copied goes on.
     let machine = manager.request("GET", &path(second), None).await.ok();
     assert_eq!(machine["phase"], "running");

@@ -137,7 +137,9 @@ impl World {
             let text = run("docker", &[arguments, &["--filter", &filter]].concat());
             text.lines().map(|line| line.trim_start_matches("agent-workspace-").to_owned()).collect()
         };
-        let containers = list(&["ps", "--all", "--format", "{{.Names}}"]);
+        // Not what the whole installation shares.
+        let owned = "label=emergent.workspace";
+        let containers = list(&["ps", "--all", "--format", "{{.Names}}", "--filter", owned]);
         let spare_ids: BTreeSet<String> = containers.difference(&ids).cloned().collect();
         assert_eq!(
             spare_ids.len() as u64,
@@ -150,7 +152,8 @@ impl World {
         let named: Vec<(&str, &str)> = workspaces.iter().flat_map(named_volumes).collect();
         let mut volumes = containers.clone();
         volumes.extend(named.iter().map(|(id, name)| format!("{id}-{name}")));
-        assert_eq!(list(&["volume", "ls", "--format", "{{.Name}}"]), volumes, "{step}: volumes");
+        let found = list(&["volume", "ls", "--format", "{{.Name}}", "--filter", owned]);
+        assert_eq!(found, volumes, "{step}: volumes");
         let paused = list(&["ps", "--format", "{{.Names}}", "--filter", "status=paused"]);
         assert_eq!(paused, BTreeSet::new(), "{step}: paused");
         assert_eq!(list(&["network", "ls", "--format", "{{.Name}}"]).len(), 1, "{step}: networks");
@@ -165,8 +168,9 @@ impl World {
             disks.iter().flat_map(|disk| [format!("{disk}.img"), format!("{disk}.dev")]).collect();
         assert_eq!(files("disks"), disk_files, "{step}: disks");
         let loops = run("losetup", &["--noheadings", "--output", "BACK-FILE"]);
-        let data_dir = self.server.data_dir().to_str().unwrap();
-        let loops: Vec<&str> = loops.lines().filter(|line| line.contains(data_dir)).collect();
+        let directory = self.server.data_dir().join("disks");
+        let loops: Vec<&str> =
+            loops.lines().filter(|line| line.contains(directory.to_str().unwrap())).collect();
         assert_eq!(loops.len(), disks.len(), "{step}: {loops:?}");
         assert!(loops.iter().all(|line| !line.contains("(deleted)")), "{step}: {loops:?}");
         let listed = self.server.request("GET", &format!("{WORKSPACES}/snapshots"), None).await.ok();

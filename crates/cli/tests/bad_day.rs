@@ -1,0 +1,186 @@
+//! Faults around the server: a lost database, silent connections, a revoked token with open streams, a client that goes away.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use emergent_test_support::server::{TestServer, run};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use serde_json::json;
+use tokio::io::AsyncReadExt;
+use tokio::net::TcpStream;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+
+/// Starts a server that should refuse, and gives what it says.
+fn refusal(server: &TestServer, more: &[&str]) -> String {
+    let output = Command::new(BINARY)
+        .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
+        .arg(server.data_dir())
+        .args(more)
+        .env_remove("DATABASE_URL")
+        .env("EMERGENT_FIRECRACKER", "false")
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert!(!output.status.success(), "it should have refused: {output:?}");
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn disks(server: &TestServer) -> Vec<String> {
+    let entries = std::fs::read_dir(server.data_dir().join("disks")).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[tokio::test]
+async fn a_lost_database_is_refused_and_nothing_is_removed() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    server.tool(&id, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
+    server.terminate();
+    let before = disks(&server);
+    let aside = server.data_dir().join("away");
+    std::fs::create_dir(&aside).unwrap();
+    let database: Vec<String> =
+        ["emergent.db", "emergent.db-wal", "emergent.db-shm"].map(str::to_owned).to_vec();
+    for name in &database {
+        let _ = std::fs::rename(server.data_dir().join(name), aside.join(name));
+    }
+    let said = refusal(&server, &[]);
+    for part in ["holds 2 files of workspaces", "Nothing was changed", "--discard-existing"] {
+        assert!(said.contains(part), "{said}");
+    }
+    // Again: the new, empty database is there by now.
+    assert!(refusal(&server, &[]).contains("Nothing was changed"));
+    assert_eq!(disks(&server), before);
+    // The right database is put back.
+    for name in &database {
+        let _ = std::fs::remove_file(server.data_dir().join(name));
+        let _ = std::fs::rename(aside.join(name), server.data_dir().join(name));
+    }
+    server.start_again().await;
+    assert_eq!(server.bash(&id, "cat precious").await, "kept\n");
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn silent_connections_keep_nobody_out() {
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
+    let server = TestServer::start(BINARY).await;
+    let address = server.url.trim_start_matches("http://").to_owned();
+    let mut silent = Vec::new();
+    for number in 0..2300 {
+        let stream = TcpStream::connect(&address).await.unwrap();
+        // Some have begun to say something.
+        if number % 2 == 0 {
+            stream.writable().await.unwrap();
+            let _ = stream.try_write(b"P");
+        }
+        silent.push(stream);
+    }
+    // A client that was not there before.
+    let new = reqwest::Client::new();
+    let asked = new.get(format!("{}/health/live", server.url)).timeout(Duration::from_secs(10)).send();
+    assert_eq!(asked.await.unwrap().status(), 200);
+    server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    // And those that say nothing are let go.
+    let last = silent.last_mut().unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(60), last.read(&mut [0; 64])).await;
+    assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{ended:?}");
+    drop(silent);
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_revoked_tokens_streams_end() {
+    let server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let made = server.request("POST", "/api/v1/tokens", Some(json!({ "name": "streams" }))).await.ok();
+    let (token, secret) = (made["id"].as_str().unwrap(), made["secret"].as_str().unwrap());
+    let get = |path: String| server.client().get(format!("{}{path}", server.url)).bearer_auth(secret);
+    let bash = |body: serde_json::Value| {
+        let url = format!("{}/api/v1/agent/workspaces/{id}/bash", server.url);
+        server.client().post(url).bearer_auth(secret).json(&body)
+    };
+    let events = get("/api/v1/events".to_owned()).send().await.unwrap();
+    let command = json!({ "command": "echo begun; sleep 300" });
+    let stream = bash(command.clone()).header("accept", "text/event-stream").send().await.unwrap();
+    assert_eq!((events.status(), stream.status()), (200.try_into().unwrap(), 200.try_into().unwrap()));
+    let waiting = tokio::spawn(bash(command).send());
+    let running = || async { server.bash(&id, "grep -c -a -l '^sleep' /proc/[0-9]*/cmdline | wc -l").await };
+    while running().await.trim() != "2" {}
+    server.request("DELETE", &format!("/api/v1/tokens/{token}"), None).await.ok();
+    let all = async {
+        let answer = waiting.await.unwrap().unwrap();
+        assert_eq!(answer.status(), 401);
+        // They are cut off: neither ends as if it were complete.
+        assert!(events.bytes().await.is_err());
+        assert!(stream.bytes().await.is_err());
+    };
+    tokio::time::timeout(Duration::from_secs(10), all).await.expect("the streams end");
+    while running().await.trim() != "0" {}
+    server.destroy(&id).await;
+    server.stop();
+}
+
+/// Both container providers make the installation's network at the same time.
+#[tokio::test]
+async fn creates_at_once_on_a_new_installation_share_one_network() {
+    let server = TestServer::start(BINARY).await;
+    let create = |provider: &str| {
+        let request = json!({ "provider": provider, "network": "nat" });
+        server.request("POST", "/api/v1/agent/workspaces", Some(request))
+    };
+    let made = futures_util::future::join_all(["gvisor", "docker", "gvisor", "docker"].map(create)).await;
+    let ids: Vec<String> = made.into_iter().map(|one| one.ok()["id"].as_str().unwrap().to_owned()).collect();
+    let label = format!("label=emergent.installation={}", server.installation());
+    assert_eq!(run("docker", &["network", "ls", "-q", "--filter", &label]).lines().count(), 1);
+    for id in ids {
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+/// Waits until there are so many workspaces, all of them settled.
+async fn wait_for_workspaces(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
+    loop {
+        let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        let all = listed["workspaces"].as_array().unwrap().clone();
+        if all.len() == count && all.iter().all(|one| one["status"] == "ready") {
+            return all;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_during_create_leaves_nothing_unless_it_can_find_it_again() {
+    let server = TestServer::start(BINARY).await;
+    let url = format!("{}/api/v1/agent/workspaces", server.url);
+    let create = |key: Option<&str>| {
+        let body = json!({ "provider": "gvisor", "network": "isolated" });
+        let request = server.client().post(&url).bearer_auth(&server.token).json(&body);
+        key.into_iter().fold(request, |request, key| request.header("idempotency-key", key))
+    };
+    // A create takes longer than this.
+    let gone = Duration::from_millis(100);
+    assert!(create(None).timeout(gone).send().await.unwrap_err().is_timeout());
+    wait_for_workspaces(&server, 0).await;
+    assert!(create(Some("again")).timeout(gone).send().await.unwrap_err().is_timeout());
+    let made = wait_for_workspaces(&server, 1).await;
+    let found = create(Some("again")).send().await.unwrap();
+    assert_eq!(found.status(), 201);
+    let found: serde_json::Value = found.json().await.unwrap();
+    assert_eq!(found["id"], made[0]["id"]);
+    let other = server.client().post(&url).bearer_auth(&server.token).header("idempotency-key", "again");
+    let other = other.json(&json!({ "provider": "docker" })).send().await.unwrap();
+    assert_eq!(other.status(), 409, "the same key for another request");
+    wait_for_workspaces(&server, 1).await;
+    server.destroy(found["id"].as_str().unwrap()).await;
+    server.stop();
+}

@@ -1,0 +1,344 @@
+//! A guest that attacks the host, the server and its neighbours, on every provider.
+//!
+//! Each attempt runs as root inside a workspace. What counts is seen from outside: the host's files by their hash, the
+//! neighbour's files, and new workspaces, which start as before.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
+
+use emergent_test_support::microvm::Microvms;
+use emergent_test_support::server::{TestServer, run};
+use serde_json::json;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+
+/// A script that tries to change the guest agent's binaries, which other sandboxes run too.
+const REWRITE_AGENT: &str = r#"
+attack() {
+    for file in guest search; do
+        : > /.emergent/$file
+        truncate -s 0 /.emergent/$file
+        printf '#!/bin/sh\necho trojan\n' > /.emergent/new && mv /.emergent/new /.emergent/$file
+        dd if=/dev/zero of=/.emergent/$file bs=1 count=64 conv=notrunc
+        chmod 6777 /.emergent/$file
+        chown 1:1 /.emergent/$file
+        rm -f /.emergent/$file
+        python3 -c "
+import mmap, os, sys
+fd = os.open('/.emergent/$file', os.O_RDWR)
+mmap.mmap(fd, 4096)[:6] = b'trojan'"
+    done
+    for n in $(seq 1 9); do ln -s /etc/passwd /.emergent/.guest-$n; done
+    cp /bin/bash /.emergent/shell && chmod 4755 /.emergent/shell
+}
+attack
+export -f attack
+unshare -Urm bash -c 'mount -o remount,rw,bind /.emergent; mount -o remount,rw /.emergent; attack'
+unshare -Urm bash -c 'mount --bind /.emergent /mnt; mount -o remount,rw,bind /mnt; : > /mnt/guest'
+unshare -Ur chroot /proc/1/root bash -c 'attack'
+for device in /dev/loop* /dev/sd* /dev/vd* /dev/dm-*; do dd if=/dev/zero of=$device bs=4096 count=1; done
+true
+"#;
+
+/// The hash of each file below a directory, with its mode and owner.
+fn fingerprints(directory: &Path) -> BTreeMap<String, String> {
+    let text = run("find", &[&directory.to_string_lossy(), "-type", "f", "-o", "-type", "l"]);
+    let each = text.lines().map(|path| {
+        let hash = run("sha256sum", &[path]);
+        let stat = run("stat", &["--format", "%a %u %g %i %F", path]);
+        (path.to_owned(), format!("{} {}", hash.split(' ').next().unwrap(), stat.trim()))
+    });
+    each.collect()
+}
+
+/// Fingerprints of host files that no guest may change.
+struct Outside {
+    files: BTreeMap<String, String>,
+}
+
+impl Outside {
+    fn look(server: &TestServer) -> Self {
+        let mut files = BTreeMap::new();
+        for directory in [server.data_dir().join("guest"), "/etc/docker".into()] {
+            files.extend(fingerprints(&directory));
+        }
+        for file in ["firecracker/initrd", "firecracker/kernel", "encryption-key", "admin-token"] {
+            let path = server.data_dir().join(file);
+            if path.exists() {
+                files.extend(fingerprints(&path));
+            }
+        }
+        files.extend(fingerprints(Path::new("/etc/passwd")));
+        // The server's own link to the image's device comes and goes with the containers that use it.
+        files.retain(|path, _| !path.ends_with(".dev"));
+        Self { files }
+    }
+
+    #[track_caller]
+    fn assert_unchanged(&self, server: &TestServer, attempt: &str) {
+        assert_eq!(Self::look(server).files, self.files, "after {attempt}");
+    }
+}
+
+/// A workspace works: commands, the agent's own tools, and the search process.
+async fn assert_works(server: &TestServer, id: &str) {
+    assert_eq!(server.bash(id, "cat /workspace/mark").await, "mine\n");
+    let found = server.tool(id, "grep", json!({ "pattern": "^mine$" })).await.ok();
+    assert_eq!(found["matches"][0]["line"], "mine", "{found}");
+}
+
+async fn marked(server: &TestServer, request: serde_json::Value) -> String {
+    let id = server.create(request).await;
+    server.tool(&id, "write", json!({ "file_path": "mark", "content": "mine\n" })).await.ok();
+    id
+}
+
+/// Runs the attempts against the agent's binaries on one provider.
+async fn the_guest_agent_cannot_be_rewritten(server: &mut TestServer, request: serde_json::Value) {
+    let neighbour = marked(server, request.clone()).await;
+    let attacker = marked(server, request.clone()).await;
+    let outside = Outside::look(server);
+    let asked = json!({ "command": REWRITE_AGENT, "timeout_ms": 120_000 });
+    server.tool(&attacker, "bash", asked).await.ok();
+    outside.assert_unchanged(server, "rewriting the agent");
+    assert_works(server, &neighbour).await;
+    let later = marked(server, request.clone()).await;
+    assert_works(server, &later).await;
+    server.kill();
+    server.start_again().await;
+    outside.assert_unchanged(server, "a restart of the server");
+    assert_works(server, &neighbour).await;
+    let after_restart = marked(server, request).await;
+    assert_works(server, &after_restart).await;
+    for id in [neighbour, attacker, later, after_restart] {
+        server.destroy(&id).await;
+    }
+}
+
+#[tokio::test]
+async fn a_gvisor_guest_cannot_rewrite_the_agent() {
+    let mut server = TestServer::start(BINARY).await;
+    let request = json!({ "provider": "gvisor", "network": "isolated" });
+    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_docker_guest_cannot_rewrite_the_agent() {
+    let mut server = TestServer::start(BINARY).await;
+    let request = json!({ "provider": "docker", "network": "isolated" });
+    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_microvm_guest_cannot_rewrite_the_agent_of_others() {
+    let microvms = Microvms::find(BINARY);
+    let mut server = microvms.start(BINARY, &[]).await;
+    let mut request = microvms.small();
+    request["network"] = json!("isolated");
+    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    server.stop();
+}
+
+/// An upgrade of an installation in which a guest had replaced the agent.
+#[tokio::test]
+async fn an_installation_of_an_older_version_is_checked_and_healed_at_the_start() {
+    let mut server = TestServer::start(BINARY).await;
+    server.terminate();
+    let victim = server.data_dir().join("victim");
+    std::fs::write(&victim, "untouched").unwrap();
+    let shared = server.data_dir().join("guest/0123456789abcdef");
+    std::fs::create_dir_all(&shared).unwrap();
+    std::fs::write(shared.join("guest"), "trojan").unwrap();
+    std::fs::write(shared.join("search"), "trojan").unwrap();
+    for n in 1..2000 {
+        std::os::unix::fs::symlink(&victim, shared.join(format!(".guest-{n}"))).unwrap();
+    }
+    // A container of the older version keeps the directory in use.
+    let label = format!("emergent.installation={}", server.installation());
+    let bind = format!("{}:/.emergent:ro", shared.display());
+    let image = "emergent/workspace:latest";
+    let container = run("docker", &["create", "--label", &label, "-v", &bind, image, "true"]);
+    server.start_again().await;
+    let log = server.log();
+    assert!(log.contains("was altered from inside a sandbox"), "{log}");
+    let providers = server.request("GET", "/api/v1/agent/workspaces/providers", None).await.ok();
+    assert!(providers.to_string().contains("had been altered from inside a sandbox"), "{providers}");
+    assert_eq!(std::fs::read_to_string(&victim).unwrap(), "untouched");
+    assert_ne!(std::fs::read(shared.join("guest")).unwrap(), b"trojan");
+    assert!(!shared.join(".guest-1").exists());
+    assert!(std::fs::write(shared.join("guest"), "trojan again").is_err(), "it is immutable");
+    server.terminate();
+    run("docker", &["rm", container.trim()]);
+    server.start_again().await;
+    assert!(!shared.exists(), "nothing uses it any more");
+    server.stop();
+}
+
+#[tokio::test]
+async fn files_of_the_data_directory_are_private() {
+    let server = TestServer::start(BINARY).await;
+    let id = marked(&server, json!({ "provider": "gvisor", "network": "isolated" })).await;
+    let snapshot = format!("/api/v1/agent/workspaces/{id}/snapshot");
+    let made = server.request("POST", &snapshot, Some(json!({}))).await.ok();
+    let directory = server.data_dir().to_string_lossy().into_owned();
+    let open = run(
+        "find",
+        &[&directory, "-mindepth", "1", "-perm", "/077", "!", "-type", "l", "!", "-name", "test.log"],
+    );
+    assert_eq!(open, "", "others may use these");
+    let copy = format!("/api/v1/agent/workspaces/snapshots/{}", made["id"].as_str().unwrap());
+    server.request("DELETE", &copy, None).await.ok();
+    server.destroy(&id).await;
+    server.stop();
+}
+
+/// The longest that removing a workspace may take, whatever runs in it.
+const DESTROY_TIME: Duration = Duration::from_secs(30);
+
+async fn destroy_in_time(server: &TestServer, id: &str) {
+    let destroyed = tokio::time::timeout(DESTROY_TIME, server.destroy(id)).await;
+    assert!(destroyed.is_ok(), "it took more than {} s:\n{}", DESTROY_TIME.as_secs(), server.log());
+}
+
+/// A fork bomb harms nobody else: its neighbour answers, and it can be destroyed while it rages, also one that hides.
+async fn fork_bombs_harm_nobody_else(server: &TestServer, request: serde_json::Value) {
+    let neighbour = marked(server, request.clone()).await;
+    for bomb in
+        [":(){ :|:& };:; sleep 100", ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' & sleep 100"]
+    {
+        let mut small = request.clone();
+        small["resource_limits"]["cpu"] = json!("0.5");
+        let raging = marked(server, small).await;
+        server.tool(&raging, "bash", json!({ "command": bomb, "background": true })).await.ok();
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_works(server, &neighbour).await;
+        destroy_in_time(server, &raging).await;
+    }
+    assert_works(server, &neighbour).await;
+    server.destroy(&neighbour).await;
+}
+
+/// A fork bomb is contained: its own workspace and its neighbour answer, and it can be destroyed while it rages.
+async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Value) {
+    let neighbour = marked(server, request.clone()).await;
+    let mut small = request.clone();
+    small["resource_limits"]["cpu"] = json!("0.5");
+    let bombed = marked(server, small.clone()).await;
+    let bomb = json!({ "command": ":(){ :|:& };:; sleep 100", "timeout_ms": 100_000 });
+    let answer = server.tool(&bombed, "bash", bomb.clone()).await.ok();
+    assert!(
+        answer["notes"].to_string().contains("half of which may be processes, was reached"),
+        "{}",
+        answer["notes"]
+    );
+    assert_works(server, &bombed).await;
+    // One that hides from its command, and is never waited for.
+    let hidden = ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' &";
+    server.tool(&bombed, "bash", json!({ "command": hidden, "timeout_ms": 60_000 })).await.ok();
+    assert_works(server, &neighbour).await;
+    destroy_in_time(server, &bombed).await;
+    // While it rages.
+    let raging = marked(server, small).await;
+    let asked = json!({ "command": bomb["command"], "background": true });
+    server.tool(&raging, "bash", asked).await.ok();
+    destroy_in_time(server, &raging).await;
+    assert_works(server, &neighbour).await;
+    server.destroy(&neighbour).await;
+}
+
+#[tokio::test]
+async fn fork_bombs_in_gvisor_harm_nobody_else() {
+    let server = TestServer::start(BINARY).await;
+    fork_bombs_harm_nobody_else(&server, json!({ "provider": "gvisor", "network": "isolated" })).await;
+    server.stop();
+}
+
+#[ignore = "fails in about a third of the runs: on half a CPU the bombed workspace itself may not answer for minutes"]
+#[tokio::test]
+async fn fork_bombs_in_gvisor_are_contained() {
+    let server = TestServer::start(BINARY).await;
+    fork_bombs_are_contained(&server, json!({ "provider": "gvisor", "network": "isolated" })).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn fork_bombs_in_plain_containers_are_contained() {
+    let server = TestServer::start(BINARY).await;
+    fork_bombs_are_contained(&server, json!({ "provider": "docker", "network": "isolated" })).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn processes_that_shed_their_command_end_with_its_time_out() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let id = server.create(json!({ "provider": provider, "network": "isolated" })).await;
+        let command = "setsid env -i sleep 4711 & (setsid env -i sleep 4712 &); \
+                       setsid env -i bash -c 'setsid sleep 4713 & sleep 4714' & sleep 60";
+        let answer = server.tool(&id, "bash", json!({ "command": command, "timeout_ms": 1500 })).await.ok();
+        assert_eq!(answer["timed_out"], true, "{answer}");
+        let left = server.bash(&id, "grep -a -l '^sleep' /proc/[0-9]*/cmdline || true").await;
+        assert_eq!(left, "", "{provider}");
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+/// gVisor lets a guest stop the first process of its sandbox, which is the agent.
+#[tokio::test]
+async fn a_sandbox_whose_agent_was_stopped_is_started_again() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let id = marked(&server, json!({ "provider": provider, "network": "isolated" })).await;
+        let stopped = json!({ "command": "kill -STOP 1; sleep 1", "timeout_ms": 5000 });
+        let _ = server.tool(&id, "bash", stopped).await;
+        let answer = server.tool(&id, "bash", json!({ "command": "cat mark" })).await.ok();
+        assert_eq!(answer["stdout"], "mine\n", "{provider}");
+        let workspace = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        let restart = &workspace["metadata"]["last_restart"]["reason"];
+        if provider == "gvisor" {
+            assert!(restart.as_str().unwrap().contains("its agent does not answer"), "{workspace}");
+        }
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
+/// Files outside `/workspace` are in the engine's own directory, which no quota holds: of ordinary files, and of one that has no
+/// name any more.
+#[tokio::test]
+async fn files_outside_the_workspace_are_limited() {
+    let server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let request = json!({
+            "provider": provider, "network": "isolated", "resource_limits": { "disk": "64M" }
+        });
+        let neighbour = marked(&server, request.clone()).await;
+        let filler = marked(&server, request).await;
+        for command in [
+            "head -c 30000000000 /dev/zero > /var/big",
+            "exec 3> /var/big; rm /var/big; head -c 30000000000 /dev/zero >&3",
+            "setsid env -i bash -c 'head -c 30000000000 /dev/zero > /var/big' & sleep 100",
+        ] {
+            let asked = json!({ "command": command, "timeout_ms": 100_000 });
+            let call = server.tool(&filler, "bash", asked).await;
+            assert!(
+                call.body.to_string().contains("files outside /workspace took more than 256 MiB"),
+                "{}",
+                call.body
+            );
+            assert_eq!(call.error(502), "sandbox_lost");
+            assert_works(&server, &filler).await;
+            assert!(server.bash(&filler, "ls /var/big 2>&1 || true").await.contains("No such"));
+            assert_works(&server, &neighbour).await;
+        }
+        destroy_in_time(&server, &filler).await;
+        server.destroy(&neighbour).await;
+    }
+    server.stop();
+}
