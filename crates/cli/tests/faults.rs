@@ -147,7 +147,7 @@ async fn out_of_memory_kills_the_process_and_not_the_workspace() {
             assert_eq!(answer["stdout"], "the shell lives\n", "{provider}: {answer}");
         }
         if provider == "gvisor" {
-            assert_host_would_end_a_command_first(&id);
+            assert_host_prefers_the_agent_over_commands(&id);
         }
         assert_eq!(server.bash(&id, "cat file").await, "kept\n");
         // The sandbox is the same one: what ran beside it still runs.
@@ -165,7 +165,7 @@ fn process_of(id: &str) -> String {
 }
 
 /// The guard in the sandbox may come too late on a busy host: then the kernel chooses by this.
-fn assert_host_would_end_a_command_first(id: &str) {
+fn assert_host_prefers_the_agent_over_commands(id: &str) {
     let sandbox = process_of(id);
     let readiness = |pid: &str| -> i32 {
         std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim().parse().unwrap()
@@ -176,6 +176,14 @@ fn assert_host_would_end_a_command_first(id: &str) {
     // The agent's own is not among the first, and commands are.
     assert!(of_children.iter().any(|readiness| *readiness < 500), "{of_children:?}");
     assert!(of_children.iter().filter(|readiness| **readiness == 1000).count() > 1, "{of_children:?}");
+    // The same goes for CPU time.
+    let priority = |pid: &str| -> i32 {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(16).unwrap().parse().unwrap()
+    };
+    let of_children: Vec<i32> = children.lines().map(priority).collect();
+    assert_eq!(priority(&sandbox), -20);
+    assert!(of_children.contains(&-20) && of_children.contains(&0), "{of_children:?}");
 }
 
 /// Takes memory from a sandbox behind its agent's back, so that only the host's kernel notices when it runs out.

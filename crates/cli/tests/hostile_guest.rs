@@ -223,6 +223,16 @@ async fn fork_bombs_harm_nobody_else(server: &TestServer, request: serde_json::V
     server.destroy(&neighbour).await;
 }
 
+/// A workspace answers again after a fork bomb. gVisor may have crashed under it (`sandbox_lost`): then it was started again.
+async fn wait_until_it_works(server: &TestServer, id: &str) {
+    let recovers = async {
+        while server.tool(id, "bash", json!({ "command": "true" })).await.status != 200 {}
+        assert_works(server, id).await;
+    };
+    let recovered = tokio::time::timeout(Duration::from_secs(150), recovers).await;
+    assert!(recovered.is_ok(), "it does not answer:\n{}", server.log());
+}
+
 /// A fork bomb is contained: its own workspace and its neighbour answer, and it can be destroyed while it rages.
 async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Value) {
     let neighbour = marked(server, request.clone()).await;
@@ -230,17 +240,20 @@ async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Valu
     small["resource_limits"]["cpu"] = json!("0.5");
     let bombed = marked(server, small.clone()).await;
     let bomb = json!({ "command": ":(){ :|:& };:; sleep 100", "timeout_ms": 100_000 });
-    let answer = server.tool(&bombed, "bash", bomb.clone()).await.ok();
-    assert!(
-        answer["notes"].to_string().contains("half of which may be processes, was reached"),
-        "{}",
-        answer["notes"]
-    );
-    assert_works(server, &bombed).await;
+    let answer = server.tool(&bombed, "bash", bomb.clone()).await;
+    if answer.status == 200 {
+        let notes = answer.body["notes"].to_string();
+        assert!(notes.contains("half of which may be processes, was reached"), "{}", answer.body);
+    } else {
+        assert_eq!(request["provider"], "gvisor", "{}", answer.body);
+        assert_eq!(answer.error(502), "sandbox_lost");
+    }
+    wait_until_it_works(server, &bombed).await;
     // One that hides from its command, and is never waited for.
     let hidden = ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' &";
-    server.tool(&bombed, "bash", json!({ "command": hidden, "timeout_ms": 60_000 })).await.ok();
+    server.tool(&bombed, "bash", json!({ "command": hidden, "background": true })).await.ok();
     assert_works(server, &neighbour).await;
+    wait_until_it_works(server, &bombed).await;
     destroy_in_time(server, &bombed).await;
     // While it rages.
     let raging = marked(server, small).await;
@@ -258,7 +271,6 @@ async fn fork_bombs_in_gvisor_harm_nobody_else() {
     server.stop();
 }
 
-#[ignore = "fails in about a third of the runs: on half a CPU the bombed workspace itself may not answer for minutes"]
 #[tokio::test]
 async fn fork_bombs_in_gvisor_are_contained() {
     let server = TestServer::start(BINARY).await;

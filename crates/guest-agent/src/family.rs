@@ -19,6 +19,13 @@ const KILL_TIME: Duration = Duration::from_secs(3);
 const LEAST_ROUNDS: usize = 10;
 /// Rounds of killing before the rest of the sandbox is stopped for a moment.
 const PATIENT_ROUNDS: usize = 5;
+/// The longest that everybody is stopped while a family is killed. A process that is forking is stopped or killed when that is
+/// done, which takes seconds when hundreds do so on half a CPU.
+const STOPPED_TIME: Duration = Duration::from_secs(15);
+/// The time between two rounds of killing.
+const STOPPED_ROUND_TIME: Duration = Duration::from_millis(50);
+/// So many rounds must find nobody: a fork in a sandbox whose CPU time is used up may take a few tenths of a second.
+const QUIET_ROUNDS: usize = 5;
 /// A family of fewer processes is not what fills the sandbox.
 const CROWD: usize = 100;
 
@@ -114,6 +121,37 @@ pub(crate) fn kill_all(find: impl Fn() -> Vec<i32>) {
         }
         // The end of orphans is seen by the reaper alone, so it has to be looked for.
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Kills these processes while all processes are stopped, which they are when this ends. Processes that were being forked when
+/// the others were stopped are found in a later round.
+pub(crate) fn kill_while_stopped(find: impl Fn() -> Vec<i32>) {
+    let deadline = Instant::now() + STOPPED_TIME;
+    let mut quiet_rounds = 0;
+    while Instant::now() < deadline {
+        signal_all(libc::SIGSTOP);
+        let found = find();
+        signal(&found, Signal::KILL);
+        quiet_rounds = if found.is_empty() { quiet_rounds + 1 } else { 0 };
+        if quiet_rounds == QUIET_ROUNDS {
+            return;
+        }
+        std::thread::sleep(STOPPED_ROUND_TIME);
+    }
+}
+
+/// Kills every process but the agent. One system call kills all that are there when it is made, so that a round misses only
+/// processes that are forked during it.
+pub(crate) fn kill_everything() {
+    let deadline = Instant::now() + KILL_TIME;
+    for round in 0.. {
+        signal_all(libc::SIGKILL);
+        std::thread::sleep(Duration::from_millis(20));
+        let is_late = Instant::now() >= deadline && round >= LEAST_ROUNDS;
+        if is_late || procfs::processes().is_empty() {
+            return;
+        }
     }
 }
 

@@ -5,15 +5,14 @@
 //!
 //! A command at the limit, as a fork bomb is at once, keeps all others from starting and takes all CPU time. So a guard ends the
 //! command with the most processes, and its caller is told. Each system call of the guard may take long meanwhile: it looks
-//! with few of them and stops everybody else before it chooses.
+//! with few of them and stops everybody else before it chooses. A bomb that forks faster than its processes can be told from
+//! others, or that hides from its command, costs the workspace all its processes.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::Duration;
-
-use rustix::process::Signal;
+use std::time::{Duration, Instant};
 
 use crate::agent::Agent;
 use crate::{family, log, machine, procfs, reaper};
@@ -28,8 +27,17 @@ const PATIENCE: u32 = 20;
 const PROCESS_PART: usize = 2;
 /// The limit counts as reached from this part of it on: a bomb's processes come and go.
 const REACHED_PERCENT: usize = 90;
+/// Every so many looks the processes are counted also where few tasks are seen: ended processes that nobody has waited for are
+/// no tasks.
+const COUNT_EVERY: u64 = 10;
+/// Tasks that were found to be threads are not looked at again for this time …
+const CLEARED_FOR: Duration = Duration::from_secs(10);
+/// … unless they have become more by this part of the limit.
+const CLEARED_PART: usize = 8;
 /// Commands that are remembered for their callers.
 const MAX_ENDED: usize = 64;
+/// A command that is ended by a signal within this time after all processes were killed ended for that reason.
+const KILLED_WITH_ALL: Duration = Duration::from_secs(10);
 
 /// Watches the number of tasks.
 #[derive(Default)]
@@ -40,8 +48,18 @@ pub(crate) struct TaskGuard {
 
 /// A command that was ended.
 struct Ended {
-    tag: Option<String>,
+    whose: Whose,
     note: String,
+}
+
+/// Which command was ended.
+enum Whose {
+    /// The one with this tag.
+    Tagged(String),
+    /// One whose processes carry no tag.
+    Unknown,
+    /// All that ran then.
+    Everybodys(Instant),
 }
 
 impl TaskGuard {
@@ -72,22 +90,26 @@ impl TaskGuard {
     pub(crate) fn run(&self, agent: &Agent) {
         let gauge = TaskGauge::open(self.group());
         let mut reached = 0;
-        loop {
+        let mut cleared = Cleared::default();
+        for look in 0_u64.. {
             let seen = agent.activity.count();
             let most = agent.configuration().max_tasks.and_then(|most| usize::try_from(most).ok());
-            match most {
-                Some(most) if self.processes() >= most / PROCESS_PART => {
-                    self.end_crowd(most);
-                    reached = 0;
-                }
-                Some(most) if gauge.read().is_some_and(|tasks| is_near(tasks, most)) => {
-                    reached += 1;
-                    if reached >= PATIENCE {
-                        self.end_crowd(most);
+            if let Some(most) = most {
+                let tasks = gauge.read();
+                reached = if tasks.is_some_and(|tasks| is_near(tasks, most)) { reached + 1 } else { 0 };
+                let is_suspect = match tasks {
+                    Some(tasks) => {
+                        tasks >= most / PROCESS_PART && !cleared.holds(tasks, most, Instant::now())
+                    }
+                    None => true,
+                };
+                if is_suspect || look % COUNT_EVERY == 0 || reached >= PATIENCE {
+                    if self.end_crowd(most, is_suspect && tasks.is_some(), reached >= PATIENCE) {
                         reached = 0;
+                    } else if let Some(tasks) = tasks.filter(|_| is_suspect) {
+                        cleared = Cleared(Some((tasks, Instant::now())));
                     }
                 }
-                _ => reached = 0,
             }
             if reached > 0 || !agent.activity.wait_if_idle(agent, seen) {
                 std::thread::sleep(LOOK_EVERY);
@@ -105,35 +127,48 @@ impl TaskGuard {
         listed.map_or(0, |text| text.lines().count())
     }
 
-    /// Ends the command with the most processes.
-    fn end_crowd(&self, most: usize) {
+    /// Ends the command with the most processes, if there are as many as there may be. `stop_first` stops all processes before
+    /// they are counted: while a bomb rages, each system call of the guard waits for one of every process of the bomb.
+    fn end_crowd(&self, most: usize, stop_first: bool, is_over: bool) -> bool {
         // Callers that wait for the end of a command are told only when this is done.
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        if stop_first {
+            family::signal_all(libc::SIGSTOP);
+        }
+        if !is_over && self.processes() < most / PROCESS_PART {
+            if stop_first {
+                family::signal_all(libc::SIGCONT);
+            }
+            return false;
+        }
         family::signal_all(libc::SIGSTOP);
         // The kernel ends stopped processes whose parents are gone (SIGHUP). A bomb that has ended that way leaves few
         // processes, and the largest family among those is not to blame.
         let few = most / PROCESS_PART / 2;
         let crowd = family::most_numerous().filter(|(_, pids)| pids.len() >= few || self.processes() >= few);
-        let note = format!(
-            "the workspace's limit of {most} tasks, half of which may be processes, was reached: the processes of a command \
-             were killed; start fewer at once, or raise the limit (workspaces.max_tasks)"
-        );
+        let reason =
+            format!("the workspace's limit of {most} tasks, half of which may be processes, was reached");
+        let note = format!("{reason}: the processes of a command were killed; {ADVICE}");
         log(&note);
-        ended.push(Ended { tag: crowd.as_ref().and_then(|(tag, _)| tag.clone()), note });
-        if ended.len() > MAX_ENDED {
-            ended.remove(0);
-        }
-        if let Some((_, pids)) = &crowd {
-            family::signal(pids, Signal::KILL);
-        }
-        family::signal_all(libc::SIGCONT);
-        drop(ended);
-        // Processes that were being made.
+        let whose = match &crowd {
+            Some((Some(tag), _)) => Whose::Tagged(tag.clone()),
+            _ => Whose::Unknown,
+        };
+        remember(&mut ended, Ended { whose, note });
+        // Everybody else stays stopped meanwhile, so that a bomb can't fork faster than its processes are found.
         match crowd {
-            Some((Some(tag), _)) => family::kill(&tag),
-            Some((None, _)) => family::kill_all(untagged),
+            Some((Some(tag), _)) => family::kill_while_stopped(|| family::members(&tag)),
+            Some((None, _)) => family::kill_while_stopped(untagged),
             None => {}
         }
+        if procfs::processes().len() >= few {
+            let note = format!("{reason}: all processes of the workspace were killed; {ADVICE}");
+            log(&note);
+            remember(&mut ended, Ended { whose: Whose::Everybodys(Instant::now()), note });
+            family::kill_everything();
+        }
+        family::signal_all(libc::SIGCONT);
+        true
     }
 
     /// What to tell the caller of a command that was ended by a signal. Where it is not known which command it was, the first
@@ -143,8 +178,37 @@ impl TaskGuard {
             return None;
         }
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let mine = ended.iter().position(|one| one.tag.as_deref().is_none_or(|other| other == tag))?;
-        Some(ended.remove(mine).note)
+        let mine = ended.iter().position(|one| match &one.whose {
+            Whose::Tagged(other) => other == tag,
+            Whose::Unknown => true,
+            Whose::Everybodys(at) => at.elapsed() < KILLED_WITH_ALL,
+        })?;
+        match ended[mine].whose {
+            Whose::Everybodys(_) => Some(ended[mine].note.clone()),
+            _ => Some(ended.remove(mine).note),
+        }
+    }
+}
+
+/// What the caller of a command that was ended can do.
+const ADVICE: &str = "start fewer at once, or raise the limit (workspaces.max_tasks)";
+
+fn remember(ended: &mut Vec<Ended>, one: Ended) {
+    ended.push(one);
+    if ended.len() > MAX_ENDED {
+        ended.remove(0);
+    }
+}
+
+/// How many tasks were there, and when, when they were found to be threads and not processes.
+#[derive(Default)]
+struct Cleared(Option<(usize, Instant)>);
+
+impl Cleared {
+    fn holds(&self, tasks: usize, most: usize, now: Instant) -> bool {
+        self.0.is_some_and(|(then, at)| {
+            tasks < then + most / CLEARED_PART && now.saturating_duration_since(at) < CLEARED_FOR
+        })
     }
 }
 
@@ -193,5 +257,20 @@ fn make_group(root: &Path) -> Option<PathBuf> {
     match fs::create_dir(&group) {
         Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => None,
         _ => group.join("pids.max").exists().then_some(group),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_cleared_for_a_while_and_until_they_are_many_more() {
+        let at = Instant::now();
+        let cleared = Cleared(Some((256, at)));
+        assert!(!Cleared::default().holds(256, 512, at));
+        assert!(cleared.holds(300, 512, at));
+        assert!(!cleared.holds(320, 512, at));
+        assert!(!cleared.holds(256, 512, at + CLEARED_FOR));
     }
 }

@@ -26,6 +26,7 @@ use emergent_providers::{DiskFault, DiskUse, Sandbox, SharedProvider};
 use emergent_wire::event::{Event, EventKind};
 use emergent_wire::workspace::WorkspaceStatus;
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use futures_util::future::join_all;
 use serde_json::{Map, json};
 
 use super::live::Reached;
@@ -74,11 +75,11 @@ pub(crate) struct Scarcest {
 }
 
 impl Scarcest {
+    /// For callers of any kind: a path of the host is nothing that a workspace's token should show.
     fn says(&self, min_free: u64) -> String {
         format!(
-            "{} MiB are free on the host's disk at {}, and {} MiB are kept free (workspaces.min_free_disk)",
+            "{} MiB are free, and {} MiB are kept free (workspaces.min_free_disk)",
             self.free >> 20,
-            self.directory.display(),
             min_free >> 20
         )
     }
@@ -229,24 +230,25 @@ impl Workspaces {
         {
             tracing::debug!(%error, "the ballast file can't be made");
         }
-        let mut uses = Vec::new();
-        for provider in self.providers() {
+        let looks = self.providers().iter().map(|provider| async move {
             let found = provider.look_at_disks(level == Level::Full).await;
-            for found in &found {
-                self.mend(provider, found, level).await;
-            }
-            uses.extend(found);
+            found.into_iter().map(|one| (provider, one)).collect::<Vec<_>>()
+        });
+        let found = join_all(looks).await.concat();
+        let uses: Vec<DiskUse> = found.iter().map(|(_, one)| one.clone()).collect();
+        let mut writers = self.disk_space.writers(&uses);
+        if level != Level::Full {
+            writers.clear();
         }
-        let writers = self.disk_space.writers(&uses);
-        if level == Level::Full {
-            for id in writers {
-                let why = format!(
-                    "the host's disk is full and the workspace went on writing: {}",
-                    scarcest.says(self.disk_space.min_free)
-                );
-                self.stop_writer(id, &why).await;
-            }
-        }
+        let why = format!(
+            "the host's disk is full and the workspace went on writing: {}",
+            scarcest.says(self.disk_space.min_free)
+        );
+        // All at once: while one is stopped or started again the others would go on writing.
+        let stops = join_all(writers.iter().map(|id| self.stop_writer(*id, &why)));
+        let others = found.iter().filter(|(_, one)| !writers.contains(&one.id));
+        let mends = join_all(others.map(|(provider, one)| self.mend(provider, one, level)));
+        tokio::join!(stops, mends);
         scarcest.free
     }
 
@@ -264,9 +266,9 @@ impl Workspaces {
             Level::Full => (EventKind::HostDiskFull, format!("the host's disk is full: {text}")),
         };
         if level == Level::Enough {
-            tracing::info!("{message}");
+            tracing::info!(directory = %scarcest.directory.display(), "{message}");
         } else {
-            tracing::warn!("{message}");
+            tracing::warn!(directory = %scarcest.directory.display(), "{message}");
         }
         self.events.tell(Event { at: Utc::now(), kind, workspace_id: None, provider: None, message });
     }

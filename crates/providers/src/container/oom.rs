@@ -1,23 +1,54 @@
-//! When a gVisor sandbox runs out of memory: the host's kernel shall end one process of it, and not all of it.
+//! How the host's kernel treats the processes of one gVisor sandbox: commands give way to the agent and to gVisor itself.
 //!
-//! The agent in the sandbox watches memory and acts first, but on a busy host it may come too late. gVisor runs each
-//! process of the sandbox as one of the host's, cloned from the first that it made, and clones inherit how readily the
-//! kernel ends them. So it is enough to change that for the first one, once the agent's own is made. All of this is a
-//! second line: where it can't be done (no root, another host, a gVisor that works otherwise) the first one is alone.
+//! gVisor runs each process of the sandbox as a process of the host, cloned from the first one that it made. A clone inherits
+//! its parent's OOM score and scheduling priority. So it is enough to set both once, when only the agent runs:
+//!
+//! - **Memory.** The first process gets the highest OOM score, so later ones (commands) have it too. The agent watches memory
+//!   and acts first, but on a busy host it may be too late; then the kernel ends a command and not the whole sandbox.
+//! - **CPU.** gVisor and the agent get the highest priority within the sandbox's control group. Otherwise a fork bomb in a
+//!   sandbox with half a CPU leaves the agent, which ends fork bombs, without CPU time. Other sandboxes are not affected:
+//!   the group's quota and weight stay.
+//!
+//! Both are a second line. Where they can't be set (no root, another host, a gVisor that works otherwise) the agent works
+//! without them.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Pid, setpriority_process};
+
 /// The kernel ends these before all others of the same memory limit.
 const FIRST: &str = "1000";
 
-/// Makes the kernel choose the sandbox's commands before its agent and gVisor itself. `sandbox` is the process of gVisor.
-pub(crate) fn prefer_commands(sandbox: i64) -> io::Result<()> {
-    match children(sandbox)?.into_iter().min_by_key(|pid| (started(*pid), *pid)) {
-        Some(first) => fs::write(format!("/proc/{first}/oom_score_adj"), FIRST),
-        None => Ok(()),
+/// The highest scheduling priority.
+const HIGHEST_PRIORITY: i32 = -20;
+
+/// Makes commands that start later the first to be killed and the last to be scheduled. `sandbox` is the process of gVisor.
+pub(crate) fn prefer_agent_over_commands(sandbox: i64) -> io::Result<()> {
+    let mut processes = children(sandbox)?;
+    processes.sort_by_key(|pid| (started(*pid), *pid));
+    let Some((first, others)) = processes.split_first() else {
+        return Ok(());
+    };
+    fs::write(format!("/proc/{first}/oom_score_adj"), FIRST)?;
+    others.iter().chain([&sandbox]).try_for_each(|pid| prioritize(*pid))
+}
+
+/// Gives all threads of a process the highest priority; threads that they start later inherit it.
+fn prioritize(process: i64) -> io::Result<()> {
+    for thread in fs::read_dir(format!("/proc/{process}/task"))? {
+        let name = thread?.file_name();
+        let Some(thread) = name.to_str().and_then(|id| Pid::from_raw(id.parse().ok()?)) else {
+            continue;
+        };
+        match setpriority_process(Some(thread), HIGHEST_PRIORITY) {
+            // The thread has ended.
+            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
+    Ok(())
 }
 
 fn children(of: i64) -> io::Result<Vec<i64>> {

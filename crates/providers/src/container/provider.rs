@@ -317,8 +317,8 @@ impl ContainerProvider {
     }
 
     fn prepare_for_oom(&self, id: WorkspaceId, pid: i64) {
-        if let Err(error) = oom::prefer_commands(pid) {
-            tracing::debug!(workspace = %id, %error, "out of memory, the kernel may end the whole sandbox");
+        if let Err(error) = oom::prefer_agent_over_commands(pid) {
+            tracing::debug!(workspace = %id, %error, "the sandbox's commands compete with its agent for CPU and memory");
         }
         if let Some(counter) = KillCounter::of(pid) {
             self.kill_counters().insert(id, counter);
