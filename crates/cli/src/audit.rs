@@ -1,9 +1,15 @@
 //! `emergent audit`: who did what, and whether the record of it is whole.
 
-use anyhow::Result;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+
+use anyhow::{Context as _, Result};
 use chrono::{DateTime, Utc};
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand};
+use emergent_control_plane::{AuditAnchor, ExportVerifier};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -18,7 +24,8 @@ use crate::values;
 #[command(after_help = "\
 Examples:
   emergent audit list --since 1h
-  emergent audit verify")]
+  emergent audit verify
+  emergent audit export --before 30d --output audit.jsonl")]
 pub(crate) struct AuditArgs {
     #[command(flatten)]
     pub(crate) connection: ConnectionArgs,
@@ -29,9 +36,38 @@ pub(crate) struct AuditArgs {
 #[derive(Subcommand, Debug)]
 enum AuditCommand {
     List(ListArgs),
-    /// Check the hash chain over all records; exits with 1 when it is broken
-    #[command(after_help = "Examples:\n  emergent audit verify\n  emergent audit verify --json")]
-    Verify,
+    Verify(VerifyArgs),
+    Export(ExportArgs),
+}
+
+/// Check the hash chain over all records; exits with 1 when it is broken
+///
+/// The server removes old records after it has exported them (`audit.retention_days`). With --export the files are checked too:
+/// that each is whole, and that the log goes on where they end.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  emergent audit verify
+  emergent audit verify --export /var/lib/emergent/audit/*.jsonl")]
+struct VerifyArgs {
+    /// Exported records, oldest first
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    export: Vec<PathBuf>,
+}
+
+/// Write records to a file, one JSON object a line, oldest first
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  emergent audit export --output audit.jsonl
+  emergent audit export --before 30d > old.jsonl")]
+struct ExportArgs {
+    /// Only records before: a time such as 2025-06-01T12:00:00Z, or how long ago, such as 30d
+    #[arg(long, value_name = "WHEN", value_parser = values::moment)]
+    before: Option<String>,
+    /// A new file [default: standard output]
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
 }
 
 /// List what was done
@@ -95,6 +131,8 @@ struct Verification {
     records: u64,
     broken_at: Option<u64>,
     reason: Option<String>,
+    #[serde(default)]
+    anchor: Option<AuditAnchor>,
 }
 
 /// Runs one of the commands.
@@ -102,7 +140,8 @@ pub(crate) async fn run(args: AuditArgs) -> Result<u8> {
     let context = Context::open(&args.connection)?;
     match args.command {
         AuditCommand::List(args) => list(&context, &args).await,
-        AuditCommand::Verify => verify(&context).await,
+        AuditCommand::Verify(args) => verify(&context, &args).await,
+        AuditCommand::Export(args) => export(&context, &args).await,
     }
 }
 
@@ -180,7 +219,47 @@ fn request(value: &Value) -> String {
     }
 }
 
-async fn verify(context: &Context) -> Result<u8> {
+async fn export(context: &Context, args: &ExportArgs) -> Result<u8> {
+    let mut file: Box<dyn Write> = match &args.output {
+        None => Box::new(std::io::stdout().lock()),
+        Some(path) => {
+            let options = File::options().write(true).create_new(true).mode(0o600).to_owned();
+            let file = options.open(path).with_context(|| format!("{} can't be made", path.display()))?;
+            Box::new(std::io::BufWriter::new(file))
+        }
+    };
+    let (mut after, mut count): (Option<u64>, u64) = (None, 0);
+    loop {
+        let call =
+            Call::get(&["audit", "export"]).query("before", args.before.as_ref()).query("after", after);
+        let page = context.client.call(call).await?;
+        let Some(last) = page.text.lines().last() else { break };
+        let last: Record = serde_json::from_str(last).context("the server's answer is no record")?;
+        after = Some(last.seq);
+        count += page.text.lines().count() as u64;
+        file.write_all(page.text.as_bytes())?;
+    }
+    file.flush()?;
+    if let Some(path) = &args.output {
+        output::note(format!("{count} records are in {}", path.display()));
+    }
+    Ok(0)
+}
+
+/// Checks exported files, which must end where the server's log begins. Gives the number of the last record.
+fn verify_files(files: &[PathBuf], anchor: Option<&AuditAnchor>) -> Result<u64> {
+    let mut verifier = ExportVerifier::new(anchor)?;
+    for path in files {
+        let file = File::open(path).with_context(|| path.display().to_string())?;
+        for (number, line) in BufReader::new(file).lines().enumerate() {
+            let line = line.with_context(|| path.display().to_string())?;
+            verifier.line(&line).with_context(|| format!("{}, line {}", path.display(), number + 1))?;
+        }
+    }
+    Ok(verifier.finish()?.last_seq)
+}
+
+async fn verify(context: &Context, args: &VerifyArgs) -> Result<u8> {
     // Every record is read and hashed: this takes its time.
     let call = Call::get(&["audit", "verify"]).within(crate::client::ACT);
     let checked = context.client.call(call);
@@ -194,6 +273,17 @@ async fn verify(context: &Context) -> Result<u8> {
         let reason = found.reason.map_or_else(String::new, |reason| format!(": {reason}"));
         output::line(format_args!("BROKEN{place}{reason}"))
     })?;
+    if !args.export.is_empty() {
+        match verify_files(&args.export, found.anchor.as_ref()) {
+            Ok(last) => output::note(format!(
+                "ok: the exported records up to {last} are whole and belong to this log"
+            )),
+            Err(error) => {
+                output::note(format!("BROKEN export: {error:#}"));
+                return Ok(1);
+            }
+        }
+    }
     Ok(u8::from(!found.ok))
 }
 

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use chrono::Utc;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval};
 
+use crate::audit::Audit;
+use crate::audit_retention;
 use crate::http::App;
 use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep, usage};
 
@@ -17,8 +20,8 @@ const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
 /// Measured times are summed up this often: until then each is kept, whether or not anybody asks for metrics.
 const TIDY_METRICS_EVERY: Duration = Duration::from_secs(10);
 
-/// Idempotency keys that are too old are removed this often.
-const PRUNE_EVERY: Duration = Duration::from_secs(3600);
+/// Idempotency keys and rows of the audit log that are too old are removed this often.
+const PRUNE_EVERY: Duration = Duration::from_secs(600);
 
 /// Starts everything.
 pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
@@ -36,13 +39,17 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
             tracing::warn!(%error, "the other servers can't be looked at");
         }
     }));
+    tasks.spawn(each(PRUNE_EVERY, all(), {
+        let audit = app.audit.clone();
+        move |all| prune_audit(all, audit.clone())
+    }));
     if !settings.enabled {
         // What there is stays as it is.
         app.ready.store(true, Ordering::Relaxed);
         return tasks;
     }
     tasks.spawn(each(PRUNE_EVERY, all(), |all| async move {
-        if let Err(error) = all.store.prune_idempotency_keys(chrono::Utc::now()).await {
+        if let Err(error) = all.store.prune_idempotency_keys(Utc::now()).await {
             tracing::warn!(%error, "old idempotency keys could not be removed");
         }
     }));
@@ -122,5 +129,14 @@ async fn maintain_pool(workspaces: Arc<Workspaces>, app: App) {
         if app.ready.load(Ordering::Relaxed) {
             workspaces.maintain_pool().await;
         }
+    }
+}
+
+async fn prune_audit(workspaces: Arc<Workspaces>, audit: Audit) {
+    let Workspaces { store, settings, .. } = &*workspaces;
+    let pruned =
+        audit_retention::prune(store, &audit, &settings.data_dir, settings.audit.retention_days, Utc::now());
+    if let Err(error) = pruned.await {
+        tracing::error!(error = &error as &dyn std::error::Error, "old rows of the audit log are kept");
     }
 }

@@ -49,6 +49,8 @@ pub struct Settings {
     pub pool: PoolSettings,
     /// The endpoints for MCP clients.
     pub mcp: McpSettings,
+    /// The audit log.
+    pub audit: AuditSettings,
     /// Files of another installation in the data directory are set aside; else the server refuses to start
     /// (`--discard-existing`).
     #[serde(skip)]
@@ -62,6 +64,21 @@ pub struct McpSettings {
     /// Pages of these origins may use them, such as `https://app.example`; those of this machine always may
     /// (`EMERGENT_MCP_ALLOWED_ORIGINS='["https://app.example"]'`).
     pub allowed_origins: Vec<String>,
+}
+
+/// The audit log.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct AuditSettings {
+    /// Rows are kept for this many days, then exported to `audit/` in the data directory and removed; 0 keeps them for ever
+    /// (`EMERGENT_AUDIT_RETENTION_DAYS`).
+    pub retention_days: u32,
+}
+
+impl Default for AuditSettings {
+    fn default() -> Self {
+        Self { retention_days: 365 }
+    }
 }
 
 /// TLS by certificate files; both or neither.
@@ -209,6 +226,7 @@ impl Default for Settings {
             firecracker: FirecrackerSettings::default(),
             pool: PoolSettings::default(),
             mcp: McpSettings::default(),
+            audit: AuditSettings::default(),
             discard_existing: false,
         }
     }
@@ -292,7 +310,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 35] = [
+const VARIABLES: [(&str, &str); 36] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -307,6 +325,7 @@ const VARIABLES: [(&str, &str); 35] = [
     ("WORKSPACE_MAX_TASKS", "workspaces.max_tasks"),
     ("WORKSPACE_MIN_FREE_DISK", "workspaces.min_free_disk"),
     ("WORKSPACE_DISK_OVERCOMMIT", "workspaces.disk_overcommit"),
+    ("EMERGENT_AUDIT_RETENTION_DAYS", "audit.retention_days"),
     ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
     ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
     ("WORKSPACE_WARM_POOL_SIZE", "pool.size"),

@@ -4,13 +4,14 @@
 //! http/       parses, checks access, calls, converts; the only module that knows axum
 //! workspace/  placement, lifecycle, tool calls, recovery
 //! background  what runs without being asked: takes no input, looks, converges
-//! audit       one writer for the hash chain
+//! audit       one writer for the hash chain; retention exports and removes old rows
 //! server      starting and stopping
 //! ```
 //! Invariant: intent is written to the store before any effect outside it, so that after a crash at any point the
 //! rows say what to finish or undo.
 
 mod audit;
+mod audit_retention;
 mod background;
 pub mod config;
 mod connections;
@@ -29,6 +30,7 @@ mod workspace;
 
 pub use config::{ConfigError, Overrides, Settings};
 pub use emergent_firecracker_manager::{Lack, Need, examine as examine_host_for_microvms};
+pub use emergent_store::{AuditAnchor, ExportVerifier};
 pub use firecracker::{ManagerAddress, manager_health, serve_manager};
 pub use server::{Running, ServeError, serve};
 

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use emergent_wire::OperationId;
 use emergent_wire::tools::{MAX_STREAM_BYTES, OUTPUT_DIR};
@@ -14,8 +16,13 @@ use crate::command::{Sink, Stream};
 const HALF_BYTES: usize = MAX_STREAM_BYTES / 2;
 /// What is saved of one stream at most: a runaway command must not fill the workspace's disk.
 pub(crate) const MAX_SAVED_BYTES: u64 = 256 << 20;
-/// Outputs of this many commands are kept; the oldest go first.
+/// Outputs of this many commands are kept; the oldest are removed first …
 const KEPT_OUTPUTS: usize = 100;
+/// … as long as they were written to in this time …
+const KEPT_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
+/// … and take no more than this, or this part of the disk, if that is less.
+const KEPT_BYTES: u64 = 1 << 30;
+const KEPT_PART: u64 = 4;
 
 /// Where the output of an operation is saved.
 pub(crate) fn directory_of(operation: OperationId) -> PathBuf {
@@ -33,16 +40,49 @@ pub(crate) fn make_directory(operation: OperationId) -> std::io::Result<PathBuf>
             std::fs::write(ignore, "*\n")?;
         }
     }
-    let mut names: Vec<_> =
-        std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
-    if names.len() > KEPT_OUTPUTS {
-        // Operation ids sort by time.
-        names.sort_unstable();
-        for name in &names[..names.len() - KEPT_OUTPUTS] {
-            let _ = std::fs::remove_dir_all(parent.join(name));
-        }
+    let disk =
+        rustix::fs::statvfs(parent).map_or(u64::MAX, |disk| disk.f_blocks.saturating_mul(disk.f_frsize));
+    let limits = Limits { count: KEPT_OUTPUTS, bytes: KEPT_BYTES.min(disk / KEPT_PART), age: KEPT_FOR };
+    for old in outputs_to_remove(parent, &limits)? {
+        let _ = std::fs::remove_dir_all(old);
     }
     Ok(directory)
+}
+
+/// What saved outputs may be.
+struct Limits {
+    count: usize,
+    bytes: u64,
+    age: Duration,
+}
+
+/// The directories of outputs that are over a limit. The newest is always kept: it is about to be written.
+fn outputs_to_remove(parent: &Path, limits: &Limits) -> std::io::Result<Vec<PathBuf>> {
+    let mut directories: Vec<PathBuf> =
+        std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.path())).collect();
+    // Operation ids sort by time.
+    directories.sort_unstable_by(|one, other| other.cmp(one));
+    let (mut index, mut bytes) = (0, 0_u64);
+    directories.retain(|directory| {
+        let (size, age) = size_and_age(directory);
+        bytes = bytes.saturating_add(size);
+        index += 1;
+        index > 1 && (index > limits.count || bytes > limits.bytes || age > limits.age)
+    });
+    Ok(directories)
+}
+
+/// The bytes that an output takes, and how long ago it was last written to.
+fn size_and_age(directory: &Path) -> (u64, Duration) {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let (mut size, mut age) = (0_u64, Duration::MAX);
+    for found in entries.filter_map(|entry| entry.metadata().ok()) {
+        size = size.saturating_add(found.blocks() * 512);
+        let written = found.modified().ok().and_then(|at| at.elapsed().ok()).unwrap_or_default();
+        age = age.min(written);
+    }
+    // An output that has no file yet is being made.
+    (size, if age == Duration::MAX { Duration::ZERO } else { age })
 }
 
 /// Collects both streams of a command.
@@ -208,6 +248,34 @@ mod tests {
             collector.take(OperationId::generate(), "stdout", piece);
         }
         collector
+    }
+
+    #[test]
+    fn old_large_and_many_outputs_are_removed_and_the_newest_is_kept() {
+        let parent = tempfile::tempdir().unwrap();
+        let make = |name: &str, bytes: usize, age: Duration| {
+            let directory = parent.path().join(name);
+            std::fs::create_dir(&directory).unwrap();
+            let path = directory.join("stdout");
+            std::fs::write(&path, vec![b'x'; bytes]).unwrap();
+            let written = std::time::SystemTime::now() - age;
+            File::options().write(true).open(&path).unwrap().set_modified(written).unwrap();
+        };
+        let day = Duration::from_secs(24 * 3600);
+        let removed = |count: usize, bytes: u64, age: Duration| -> Vec<String> {
+            let found = outputs_to_remove(parent.path(), &Limits { count, bytes, age }).unwrap();
+            found.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect()
+        };
+        make("1", 4096, 9 * day);
+        // It began long ago and is still written to.
+        make("2", 4096, Duration::ZERO);
+        make("3", 65536, day);
+        make("4", 4096, 8 * day);
+        assert_eq!(removed(100, u64::MAX, 10 * day), Vec::<String>::new());
+        assert_eq!(removed(100, u64::MAX, 7 * day), ["1"], "the newest is kept");
+        assert_eq!(removed(2, u64::MAX, 10 * day), ["2", "1"]);
+        assert_eq!(removed(100, 16384, 10 * day), ["3", "2", "1"]);
+        assert_eq!(removed(100, 0, Duration::ZERO), ["3", "2", "1"]);
     }
 
     proptest! {

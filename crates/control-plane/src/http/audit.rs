@@ -2,8 +2,10 @@
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::header::CONTENT_TYPE;
+use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use emergent_store::{AuditFilter, AuditOutcome, AuditPage, StoreError};
+use emergent_store::{AuditFilter, AuditOutcome, AuditPage, AuditRange, StoreError};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::{Deserialize, Serialize};
@@ -74,6 +76,51 @@ pub(super) struct Verified {
     broken_at: Option<u64>,
     /// What is wrong with it.
     reason: Option<String>,
+    /// The last record that retention has exported and removed: exports must end in its hash.
+    anchor: Option<Anchor>,
+}
+
+/// A record that is no longer there.
+#[derive(Debug, Serialize, ToSchema)]
+struct Anchor {
+    /// Its number.
+    seq: u64,
+    /// Its hash, in hexadecimal.
+    hash: String,
+    /// When it was removed.
+    at: DateTime<Utc>,
+}
+
+/// Which records to export.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ExportParams {
+    /// Before this time (RFC 3339).
+    before: Option<DateTime<Utc>>,
+    /// After the record with this number, such as the last one of the page before.
+    after: Option<u64>,
+    /// How many at most: 1 to 1000, 1000 unless given.
+    limit: Option<u32>,
+}
+
+/// Export records of the audit log, oldest first, one JSON object a line. An empty body: there are no more. Unlike the list,
+/// each line holds all that its hash is made of, so that `emergent audit verify --export` can check it without the server.
+#[utoipa::path(get, path = "/api/v1/audit/export", tag = "access", params(ExportParams),
+    responses((status = 200, content_type = "application/x-ndjson", body = String), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn export(
+    State(app): State<App>,
+    Params(params): Params<ExportParams>,
+) -> Result<impl IntoResponse, ApiError> {
+    let limit = params.limit.unwrap_or(1000);
+    if !(1..=1000).contains(&limit) {
+        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 1000"));
+    }
+    app.audit.flush().await;
+    let range = AuditRange { before: params.before.unwrap_or(DateTime::<Utc>::MAX_UTC), through: None };
+    let rows = app.workspaces.store.export_audit(params.after, &range, limit).await.map_err(error_of)?;
+    let lines: String = rows.iter().map(|row| row.to_line() + "\n").collect();
+    Ok(([(CONTENT_TYPE, "application/x-ndjson")], lines))
 }
 
 /// Check the hash chain of the audit log.
@@ -81,13 +128,17 @@ pub(super) struct Verified {
     responses((status = 200, body = Verified), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn verify(State(app): State<App>) -> Result<Json<Verified>, ApiError> {
     app.audit.flush().await;
-    match app.workspaces.store.verify_audit().await {
-        Ok(records) => Ok(Json(Verified { ok: true, records, broken_at: None, reason: None })),
+    let store = &app.workspaces.store;
+    let anchor = store.audit_anchor().await.map_err(error_of)?;
+    let anchor = anchor.map(|anchor| Anchor { seq: anchor.seq, hash: anchor.hash, at: anchor.at });
+    match store.verify_audit().await {
+        Ok(records) => Ok(Json(Verified { ok: true, records, broken_at: None, reason: None, anchor })),
         Err(StoreError::AuditBroken(broken)) => Ok(Json(Verified {
             ok: false,
             records: 0,
             broken_at: Some(broken.seq),
             reason: Some(broken.to_string()),
+            anchor,
         })),
         Err(error) => Err(error_of(error).into()),
     }

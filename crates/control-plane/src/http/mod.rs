@@ -140,6 +140,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(tokens::revoke))
         .routes(routes!(audit::list))
         .routes(routes!(audit::verify))
+        .routes(routes!(audit::export))
         .routes(routes!(docs::openapi))
         .layer(DefaultBodyLimit::max(BODY_BYTES))
         .merge(write)

@@ -139,6 +139,7 @@ fn action_of(method: &Method, path: &str) -> String {
         (&Method::DELETE, path) if path.starts_with("/api/v1/tokens/") => "token.revoke",
         (_, "/api/v1/audit") => "audit.list",
         (_, "/api/v1/audit/verify") => "audit.verify",
+        (_, "/api/v1/audit/export") => "audit.export",
         (_, "/api/v1/openapi.json") => "openapi",
         _ => "unknown",
     };
