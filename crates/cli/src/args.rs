@@ -10,6 +10,7 @@ use crate::firecracker_install::FirecrackerArgs;
 use crate::firecracker_manager::ManagerArgs;
 use crate::mcp::McpArgs;
 use crate::pool::PoolArgs;
+use crate::quarantine::QuarantineArgs;
 use crate::serve::ServeArgs;
 use crate::snapshot::SnapshotArgs;
 use crate::token::TokenArgs;
@@ -48,6 +49,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "ws")]
     Workspace(WorkspaceArgs),
     Snapshot(SnapshotArgs),
+    Quarantine(QuarantineArgs),
     Mcp(McpArgs),
     Pool(PoolArgs),
     Token(TokenArgs),
@@ -73,6 +75,7 @@ impl Command {
         match self {
             Self::Workspace(args) => args.connection.json,
             Self::Snapshot(args) => args.connection.json,
+            Self::Quarantine(args) => args.connection.json,
             Self::Mcp(args) => args.connection.json,
             Self::Pool(args) => args.connection.json,
             Self::Token(args) => args.connection.json,

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! args        the command line            workspace/  the client's commands for workspaces and their tools
-//! client      REST calls                  mcp/, snapshot, pool, token, events, audit
+//! client      REST calls                  mcp/, snapshot, quarantine, pool, token, events, audit
 //! sse         streamed answers            serve       the server
 //! pick        short ids                   doctor/     what works on this machine
 //! output, json, values, progress          how things are written and read
@@ -26,6 +26,7 @@ mod output;
 mod pick;
 mod pool;
 mod progress;
+mod quarantine;
 mod serve;
 mod snapshot;
 mod sse;
@@ -67,6 +68,7 @@ fn run(command: Command) -> Result<u8> {
         Command::Doctor(args) => block_on(doctor::run(args)),
         Command::Workspace(args) => block_on(workspace::run(args)),
         Command::Snapshot(args) => block_on(snapshot::run(args)),
+        Command::Quarantine(args) => block_on(quarantine::run(args)),
         Command::Mcp(args) => block_on(mcp::run(args)),
         Command::Pool(args) => block_on(pool::run(args)),
         Command::Token(args) => block_on(token::run(args)),

@@ -8,7 +8,7 @@ use std::process::exit;
 use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use emergent_control_plane::config::{LogFormat, LogSettings, default_data_dir};
-use emergent_control_plane::{Overrides, Running, Settings};
+use emergent_control_plane::{Existing, Overrides, Running, Settings};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
@@ -44,6 +44,9 @@ pub(crate) struct ServeArgs {
     /// Allow workspaces in plain containers (`--provider docker`), which share the host's kernel
     #[arg(long)]
     allow_docker: bool,
+    /// Take over the disks of an installation whose database is lost: they go to quarantine (see `emergent quarantine`)
+    #[arg(long, conflicts_with = "discard_existing")]
+    adopt: bool,
     /// Set aside the files of another installation in the data directory, and begin anew (nothing is removed)
     #[arg(long)]
     discard_existing: bool,
@@ -55,7 +58,11 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
         listen: args.listen,
         data_dir: args.data_dir.clone(),
         allow_docker: args.allow_docker,
-        discard_existing: args.discard_existing,
+        existing: match (args.adopt, args.discard_existing) {
+            (true, _) => Existing::Adopt,
+            (false, true) => Existing::Discard,
+            (false, false) => Existing::Refuse,
+        },
     };
     let settings = Settings::load(args.config.as_deref(), &overrides)?;
     start_logging(&settings.log)?;

@@ -211,7 +211,7 @@ async fn snapshot_id(context: &Context, given: &str) -> Result<SnapshotId> {
     pick::by_id("snapshot", given, candidates.collect())
 }
 
-fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {
+pub(crate) fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {
     let now = Utc::now();
     let mut table =
         Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "TAKES", "AGE", "ABOUT"]);

@@ -1,4 +1,4 @@
-//! Faults around the server: a lost database, silent connections, a revoked token with open streams, a client that goes away.
+//! Faults around the server: a lost or older database, silent connections, a revoked token with open streams, a client that goes away.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -50,7 +50,7 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
         let _ = std::fs::rename(server.data_dir().join(name), aside.join(name));
     }
     let said = refusal(&server, &[]);
-    for part in ["holds 2 files of workspaces", "Nothing was changed", "--discard-existing"] {
+    for part in ["holds 2 files of workspaces", "Nothing was changed", "--adopt", "--discard-existing"] {
         assert!(said.contains(part), "{said}");
     }
     // Again: the new, empty database is there by now.
@@ -64,6 +64,109 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
     server.start_again().await;
     assert_eq!(server.bash(&id, "cat precious").await, "kept\n");
     server.destroy(&id).await;
+    server.stop();
+}
+
+const QUARANTINE: &str = "/api/v1/agent/workspaces/quarantine";
+
+/// Waits until so many are in quarantine, with their files.
+async fn wait_for_quarantine(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
+    let begun = std::time::Instant::now();
+    loop {
+        let listed = server.request("GET", QUARANTINE, None).await.ok();
+        let found = listed["snapshots"].as_array().unwrap().clone();
+        if found.len() == count && found.iter().all(|each| each["size_bytes"].is_u64()) {
+            return found;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(100), "{listed}\n{}", server.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Restores what is in quarantine, makes a workspace of it, and gives the workspace's id.
+async fn restore(server: &TestServer, id: &str) -> String {
+    let restored = server.request("POST", &format!("{QUARANTINE}/{id}/restore"), None).await.ok();
+    assert_eq!(restored["status"], "ready", "{restored}");
+    server.request("POST", &format!("{QUARANTINE}/{id}/restore"), None).await.error(409);
+    let asked = json!({ "snapshot_id": id });
+    let made = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(asked)).await.ok();
+    let deleted = server.request("DELETE", &format!("/api/v1/agent/workspaces/snapshots/{id}"), None).await;
+    deleted.ok();
+    made["id"].as_str().unwrap().to_owned()
+}
+
+/// A database of yesterday knows nothing of what was made today.
+#[tokio::test]
+async fn an_older_backup_of_the_database_costs_no_workspace_and_no_snapshot() {
+    let mut server = TestServer::start(BINARY).await;
+    let request = || json!({ "provider": "docker", "network": "isolated" });
+    let old = server.create(request()).await;
+    server.terminate();
+    let (database, backup) = (server.data_dir().join("emergent.db"), server.data_dir().join("backup"));
+    std::fs::copy(&database, &backup).unwrap();
+    server.start_again().await;
+    let new = server.create(request()).await;
+    server.tool(&new, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
+    let snapshot = format!("/api/v1/agent/workspaces/{new}/snapshot");
+    let copy =
+        server.request("POST", &snapshot, Some(json!({}))).await.ok()["id"].as_str().unwrap().to_owned();
+    server.terminate();
+    std::fs::copy(&backup, &database).unwrap();
+    // It may be a mistake: nothing is touched for a while.
+    server.start_again().await;
+    let running = || run("docker", &["ps", "--format", "{{.Names}}"]);
+    assert!(running().contains(&new), "{}", running());
+    assert!(wait_for_quarantine(&server, 0).await.is_empty());
+    server.request("GET", &format!("/api/v1/agent/workspaces/{new}"), None).await.error(404);
+    server.terminate();
+    // Killed in the middle of it, the next server goes on.
+    for step in [
+        "quarantine.row_written",
+        "quarantine.container_removed",
+        "quarantine.disk_moved",
+        "quarantine.sandbox_ended",
+    ] {
+        server
+            .start_again_unattended(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0"), ("EMERGENT_FAILPOINT", step)]);
+        server.wait_until_killed();
+    }
+    server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
+    let found = wait_for_quarantine(&server, 2).await;
+    let ids: Vec<&str> = found.iter().map(|each| each["id"].as_str().unwrap()).collect();
+    assert!(ids.contains(&new.as_str()) && ids.contains(&copy.as_str()), "{found:?}");
+    assert!(!running().contains(&new));
+    let listed = server.request("GET", "/api/v1/agent/workspaces/snapshots", None).await.ok();
+    assert_eq!(listed["snapshots"], json!([]), "only restored ones are ordinary");
+    let asked = json!({ "snapshot_id": new });
+    let refused = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(asked)).await;
+    refused.error(409);
+    server.request("DELETE", &format!("{QUARANTINE}/{copy}"), None).await.ok();
+    let restored = restore(&server, &new).await;
+    assert_eq!(server.bash(&restored, "cat precious").await, "kept\n");
+    for id in [&old, &restored] {
+        server.destroy(id).await;
+    }
+    wait_for_quarantine(&server, 0).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn a_new_database_can_adopt_the_disks_of_a_lost_one() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "gvisor", "network": "isolated" })).await;
+    server.tool(&id, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
+    let installation = server.installation();
+    server.terminate();
+    for name in ["emergent.db", "emergent.db-wal", "emergent.db-shm"] {
+        let _ = std::fs::remove_file(server.data_dir().join(name));
+    }
+    server.start_again_with_flags(&["--adopt"]).await;
+    assert_eq!(server.installation(), installation);
+    let found = wait_for_quarantine(&server, 1).await;
+    assert_eq!(found[0]["id"], json!(id));
+    let restored = restore(&server, &id).await;
+    assert_eq!(server.bash(&restored, "cat precious").await, "kept\n");
+    server.destroy(&restored).await;
     server.stop();
 }
 

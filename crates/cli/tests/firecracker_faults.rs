@@ -692,3 +692,38 @@ async fn twenty_at_once_get_twenty_slots() {
     microvms.keep_images(manager.directory());
     manager.stop();
 }
+
+/// A database that was restored from an older backup knows nothing of a microVM: its disk is kept.
+#[tokio::test]
+async fn a_microvm_without_a_row_goes_to_quarantine_and_can_be_restored() {
+    let microvms = Microvms::find(BINARY);
+    let mut server = microvms.start(BINARY, &[]).await;
+    server.terminate();
+    let (database, backup) = (server.data_dir().join("emergent.db"), server.data_dir().join("backup"));
+    std::fs::copy(&database, &backup).unwrap();
+    server.start_again().await;
+    let id = server.create(microvms.small()).await;
+    server.tool(&id, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
+    server.terminate();
+    std::fs::copy(&backup, &database).unwrap();
+    server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
+    let quarantine = format!("{WORKSPACES}/quarantine");
+    let begun = Instant::now();
+    loop {
+        let listed = server.request("GET", &quarantine, None).await.ok();
+        if listed["snapshots"][0]["size_bytes"].is_u64() {
+            assert_eq!(listed["snapshots"][0]["resource_limits"]["disk"], "1G", "{listed}");
+            break;
+        }
+        assert!(begun.elapsed() < microvms.patience(Duration::from_secs(20)), "{listed}\n{}", server.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    server.request("POST", &format!("{quarantine}/{id}/restore"), None).await.ok();
+    let asked = json!({ "snapshot_id": id, "resource_limits": microvms.small()["resource_limits"] });
+    let made = server.request("POST", &format!("{WORKSPACES}/from-snapshot"), Some(asked)).await.ok();
+    let restored = made["id"].as_str().unwrap();
+    assert_eq!(server.bash(restored, "cat precious").await, "kept\n");
+    server.request("DELETE", &format!("{WORKSPACES}/snapshots/{id}"), None).await.ok();
+    server.destroy(restored).await;
+    server.stop();
+}

@@ -95,7 +95,7 @@ async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn a_sandbox_without_a_row_is_reaped_and_those_of_others_are_left_alone() {
+async fn an_empty_sandbox_without_a_row_is_removed_after_a_grace_and_those_of_others_are_left_alone() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
     let label = format!("emergent.installation={}", server.installation());
@@ -121,8 +121,15 @@ async fn a_sandbox_without_a_row_is_reaped_and_those_of_others_are_left_alone() 
     create(&foreign, "emergent.installation=somebody-else");
     server.kill();
     server.start_again().await;
-    let names = run("docker", &["ps", "--all", "--format", "{{.Names}}"]);
+    let names = || run("docker", &["ps", "--all", "--format", "{{.Names}}"]);
+    assert!(names().contains(stray), "it is left alone for a while: {}", names());
+    server.kill();
+    server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
+    let names = names();
     assert!(!names.contains(stray), "{names}");
+    // It had no disk: there is nothing to restore.
+    let listed = server.request("GET", "/api/v1/agent/workspaces/quarantine", None).await.ok();
+    assert_eq!(listed["snapshots"], json!([]));
     assert!(names.contains(&foreign), "{names}");
     run("docker", &["rm", &foreign]);
     assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
@@ -140,5 +147,33 @@ async fn a_second_server_on_the_same_data_is_refused() {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && said.contains("in use by process"), "{said}");
+    server.stop();
+}
+
+/// The export's own calls are records too, and it ends all the same.
+#[tokio::test]
+async fn exported_audit_records_verify_and_changed_ones_do_not() {
+    let server = TestServer::start(BINARY).await;
+    for _ in 0..3 {
+        server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    }
+    let file = server.data_dir().join("export.jsonl");
+    let audit = |arguments: &[&str]| {
+        let mut command = Command::new(BINARY);
+        command.arg("audit").args(arguments).arg(&file).env("EMERGENT_DATA_DIR", server.data_dir());
+        let output = command.output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (code, said) = audit(&["export", "--output"]);
+    assert_eq!(code, Some(0), "{said}");
+    let (code, said) = audit(&["export", "--output"]);
+    assert!(code == Some(1) && said.contains("exists"), "an export is not written over: {said}");
+    let (code, said) = audit(&["verify", "--export"]);
+    assert!(code == Some(0) && said.contains("belong to this log"), "{said}");
+    let text = std::fs::read_to_string(&file).unwrap();
+    assert!(text.lines().count() >= 3, "{text}");
+    std::fs::write(&file, text.replacen("workspace.list", "workspace.get", 1)).unwrap();
+    let (code, said) = audit(&["verify", "--export"]);
+    assert!(code == Some(1) && said.contains("was changed"), "{said}");
     server.stop();
 }

@@ -20,7 +20,7 @@ const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
 /// Measured times are summed up this often: until then each is kept, whether or not anybody asks for metrics.
 const TIDY_METRICS_EVERY: Duration = Duration::from_secs(10);
 
-/// Idempotency keys and rows of the audit log that are too old are removed this often.
+/// Idempotency keys, rows of the audit log and files in quarantine that are too old are removed this often.
 const PRUNE_EVERY: Duration = Duration::from_secs(600);
 
 /// Starts everything.
@@ -53,6 +53,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
             tracing::warn!(%error, "old idempotency keys could not be removed");
         }
     }));
+    tasks.spawn(each(PRUNE_EVERY, all(), Workspaces::prune_quarantine));
     tasks.spawn(each(sweep::WRITE_USES_EVERY, all(), |all| async move { all.write_uses().await }));
     tasks.spawn(each(usage::LOOK_EVERY, all(), |all| async move { all.measure_all().await }));
     let sweep_every = Duration::from_secs(settings.sweep_every_seconds);

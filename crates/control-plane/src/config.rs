@@ -51,10 +51,21 @@ pub struct Settings {
     pub mcp: McpSettings,
     /// The audit log.
     pub audit: AuditSettings,
-    /// Files of another installation in the data directory are set aside; else the server refuses to start
-    /// (`--discard-existing`).
+    /// What to do with files of another installation in the data directory (`--adopt`, `--discard-existing`).
     #[serde(skip)]
-    pub discard_existing: bool,
+    pub existing: Existing,
+}
+
+/// What to do with files in the data directory that the database knows nothing of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Existing {
+    /// The server does not start.
+    #[default]
+    Refuse,
+    /// A new database takes the installation over: its files go to quarantine, from which they can be restored.
+    Adopt,
+    /// The files are moved aside and the installation begins anew.
+    Discard,
 }
 
 /// The endpoints for MCP clients.
@@ -142,6 +153,11 @@ pub struct WorkspaceSettings {
     /// How many times over the free disk may be promised to workspaces, which seldom fill theirs. At 1 each has its disk from
     /// the first, and nobody can take it (`WORKSPACE_DISK_OVERCOMMIT`).
     pub disk_overcommit: u32,
+    /// Sandboxes and snapshots that the database knows nothing of are left alone for this time, then set aside
+    /// (`WORKSPACE_ORPHAN_GRACE_SECONDS`).
+    pub orphan_grace_seconds: u64,
+    /// What is set aside is removed after this many days, unless it is restored; 0 keeps it (`WORKSPACE_QUARANTINE_DAYS`).
+    pub quarantine_days: u32,
     /// File tools stay inside `/workspace` and `/tmp`.
     pub confine_file_tools: bool,
     /// Who runs the machines when a request does not say.
@@ -227,7 +243,7 @@ impl Default for Settings {
             pool: PoolSettings::default(),
             mcp: McpSettings::default(),
             audit: AuditSettings::default(),
-            discard_existing: false,
+            existing: Existing::Refuse,
         }
     }
 }
@@ -254,6 +270,8 @@ impl Default for WorkspaceSettings {
             max_tasks: 512,
             min_free_disk: ByteSize::from_bytes(RoomRules::default().min_free_bytes),
             disk_overcommit: RoomRules::default().overcommit,
+            orphan_grace_seconds: 600,
+            quarantine_days: 14,
             confine_file_tools: false,
             deployment_mode: DeploymentMode::SelfHosted,
         }
@@ -290,9 +308,9 @@ pub struct Overrides {
     /// `--allow-docker`.
     #[serde(skip)]
     pub allow_docker: bool,
-    /// `--discard-existing`.
+    /// `--adopt` or `--discard-existing`.
     #[serde(skip)]
-    pub discard_existing: bool,
+    pub existing: Existing,
 }
 
 /// Settings that can't be used.
@@ -310,7 +328,7 @@ pub enum ConfigError {
 }
 
 /// Names of environment variables, and the keys they set.
-const VARIABLES: [(&str, &str); 36] = [
+const VARIABLES: [(&str, &str); 38] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
@@ -325,6 +343,8 @@ const VARIABLES: [(&str, &str); 36] = [
     ("WORKSPACE_MAX_TASKS", "workspaces.max_tasks"),
     ("WORKSPACE_MIN_FREE_DISK", "workspaces.min_free_disk"),
     ("WORKSPACE_DISK_OVERCOMMIT", "workspaces.disk_overcommit"),
+    ("WORKSPACE_ORPHAN_GRACE_SECONDS", "workspaces.orphan_grace_seconds"),
+    ("WORKSPACE_QUARANTINE_DAYS", "workspaces.quarantine_days"),
     ("EMERGENT_AUDIT_RETENTION_DAYS", "audit.retention_days"),
     ("WORKSPACE_SWEEP_EVERY_SECONDS", "workspaces.sweep_every_seconds"),
     ("WORKSPACE_IDLE_STOP_SECONDS", "workspaces.idle_stop_seconds"),
@@ -367,7 +387,7 @@ impl Settings {
         let mut settings: Settings =
             figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
         settings.providers.allow_docker |= overrides.allow_docker;
-        settings.discard_existing = overrides.discard_existing;
+        settings.existing = overrides.existing;
         settings.firecracker.manager.min_free_disk = settings.workspaces.min_free_disk;
         settings.firecracker.manager.disk_overcommit = settings.workspaces.disk_overcommit;
         settings.check()?;

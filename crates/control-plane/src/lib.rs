@@ -28,7 +28,7 @@ mod storage;
 mod tls;
 mod workspace;
 
-pub use config::{ConfigError, Overrides, Settings};
+pub use config::{ConfigError, Existing, Overrides, Settings};
 pub use emergent_firecracker_manager::{Lack, Need, examine as examine_host_for_microvms};
 pub use emergent_store::{AuditAnchor, ExportVerifier};
 pub use firecracker::{ManagerAddress, manager_health, serve_manager};

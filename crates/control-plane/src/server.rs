@@ -134,9 +134,13 @@ pub async fn serve(
         None => SealingKey::load_or_create(&storage.join("encryption-key"))?,
     };
     store.check_key(&key).await?;
-    let installation = store.installation_id().await?;
+    let mut installation = store.installation_id().await?;
     let knows_workspaces = !store.workspaces_in(WorkspaceStatus::ALL).await?.is_empty();
-    existing::check(&storage, installation, knows_workspaces, settings.discard_existing)?;
+    if let Some(adopted) = existing::check(&storage, installation, knows_workspaces, settings.existing)? {
+        store.adopt_installation(adopted).await?;
+        tracing::warn!(installation = %adopted, "the database has adopted an installation; its disks go to quarantine");
+        installation = adopted;
+    }
     // For operators: everything this server makes outside its database carries this id as a label.
     write_private(&data_dir.join("installation-id"), &installation.to_string())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;

@@ -675,6 +675,7 @@ impl Manager {
                 installation: record.request.installation,
                 image: record.request.image,
                 bytes,
+                disk: Some(record.request.limits.disk),
                 memory_limits: with_memory.then_some(record.request.limits),
             };
             let (snapshots, described) = (self.snapshots.clone(), snapshot.clone());

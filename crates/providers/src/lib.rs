@@ -21,5 +21,5 @@ pub use error::ProviderError;
 pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
 pub use sandbox::{
     DiskFault, DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider,
-    Volume, WorkspaceProvider,
+    SnapshotInfo, Volume, WorkspaceProvider,
 };

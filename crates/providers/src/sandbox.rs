@@ -11,7 +11,7 @@ use emergent_wire::tools::{BashAnswer, BashRequest, MAX_FILE_BYTES, ReadAnswer, 
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, ContainerType, DiskQuota, NetworkMode, ProviderName, ResourceLimits,
 };
-use emergent_wire::{ErrorDetail, OperationId, SnapshotId, WorkspaceId};
+use emergent_wire::{ByteSize, ErrorDetail, OperationId, SnapshotId, WorkspaceId};
 
 use crate::error::ProviderError;
 
@@ -71,6 +71,17 @@ pub struct Sandbox {
     pub warnings: Vec<String>,
     /// Its disk had errors, which were mended before it started.
     pub disk_was_mended: bool,
+}
+
+/// A copy of a sandbox's files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SnapshotInfo {
+    /// What it takes on the host's disk.
+    pub bytes: u64,
+    /// The size of the disk that was copied, if that is known.
+    pub disk: Option<ByteSize>,
+    /// The limits that go with a copy of memory; none if it holds no memory.
+    pub memory_limits: Option<ResourceLimits>,
 }
 
 /// What a sandbox that runs does to the host's disk.
@@ -220,6 +231,13 @@ pub trait WorkspaceProvider: Send + Sync {
         to: SnapshotId,
         with_memory: bool,
     ) -> Result<u64, ProviderError>;
+
+    /// Ends a sandbox that nobody knows, and keeps its files as a copy. Does nothing to a sandbox that is gone. The copy is
+    /// found by [`inspect_snapshot`](Self::inspect_snapshot), if there were any files.
+    async fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> Result<(), ProviderError>;
+
+    /// What a whole copy holds; none if there is no such copy, or only a part of it.
+    async fn inspect_snapshot(&self, id: SnapshotId) -> Result<Option<SnapshotInfo>, ProviderError>;
 
     /// Removes a copy, whole or not.
     async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError>;

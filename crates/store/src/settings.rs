@@ -22,6 +22,11 @@ impl Store {
         text.parse().map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error.to_string()))
     }
 
+    /// Takes the id of an installation whose database was lost. The caller checks that this one is new.
+    pub async fn adopt_installation(&self, id: InstallationId) -> Result<()> {
+        self.put_setting(INSTALLATION_ID, &id.to_string()).await
+    }
+
     /// Refuses a key other than the one that this database's values are sealed with. The first key that comes
     /// is taken for the right one.
     pub async fn check_key(&self, key: &SealingKey) -> Result<()> {

@@ -2,8 +2,12 @@
 //!
 //! ```text
 //! creating ──▶ ready ──▶ destroying ──▶ (row gone)
-//!     └───────────────────────▲
+//!     └──────────▲────────────▲
+//!                │            │
+//! (orphan) ──▶ quarantined ───┘
 //! ```
+//!
+//! A quarantined snapshot holds files that recovery found without a row: of a workspace, or of a snapshot.
 
 use chrono::{DateTime, Utc};
 use emergent_wire::WorkspaceId;
@@ -125,6 +129,68 @@ impl Store {
         })
     }
 
+    /// Writes down that files without a row are set aside under this id; false if that was written down before.
+    pub async fn insert_quarantined(&self, new: &NewSnapshot) -> Result<bool> {
+        let inserted = writing!(self.db(), |connection| {
+            sqlx::query(
+                "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
+                     resource_limits, memory, status, created_at)
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, 'quarantined', $9) ON CONFLICT (id) DO NOTHING",
+            )
+            .bind(DbUuid(new.id.0))
+            .bind(DbUuid(new.workspace_id.0))
+            .bind(new.provider.as_str())
+            .bind(new.description.as_deref().map(clean))
+            .bind(clean(&new.image))
+            .bind(new.network.as_str())
+            .bind(Json(&new.limits))
+            .bind(new.memory)
+            .bind(DbTime::new(new.created_at))
+            .execute(&mut *connection)
+            .await?
+            .rows_affected()
+        });
+        Ok(inserted == 1)
+    }
+
+    /// Files are in quarantine: what they take, and the limits of a workspace that can be made of them.
+    pub async fn note_quarantined(
+        &self,
+        id: SnapshotId,
+        size_bytes: u64,
+        limits: &ResourceLimits,
+        memory: bool,
+    ) -> Result<()> {
+        writing!(self.db(), |connection| {
+            sqlx::query(
+                "UPDATE workspace_snapshots SET size_bytes = $2, resource_limits = $3, memory = $4
+                 WHERE id = $1 AND status = 'quarantined'",
+            )
+            .bind(DbUuid(id.0))
+            .bind(i64::try_from(size_bytes).unwrap_or(i64::MAX))
+            .bind(Json(limits))
+            .bind(memory)
+            .execute(&mut *connection)
+            .await?;
+        });
+        Ok(())
+    }
+
+    /// Makes an ordinary snapshot of one in quarantine.
+    pub async fn restore_quarantined(&self, id: SnapshotId) -> Result<Snapshot> {
+        writing!(self.db(), |connection| {
+            let row = sqlx::query(concat!(
+                "UPDATE workspace_snapshots SET status = 'ready'
+                 WHERE id = $1 AND status = 'quarantined' AND size_bytes IS NOT NULL RETURNING ",
+                columns!()
+            ))
+            .bind(DbUuid(id.0))
+            .fetch_optional(&mut *connection)
+            .await?;
+            Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
+        })
+    }
+
     /// Begins to remove a snapshot; false if `owner` does not have it any more.
     pub async fn withdraw_snapshot(&self, id: SnapshotId, owner: Option<ServerId>) -> Result<bool> {
         let changed = writing!(self.db(), |connection| {
@@ -164,10 +230,25 @@ impl Store {
         })
     }
 
-    /// A page of at most `limit` (up to 500) snapshots, newest first; of one workspace, if given.
+    /// A page of at most `limit` (up to 500) snapshots, newest first; of one workspace, if given. Without those in quarantine.
     pub async fn snapshots(
         &self,
         workspace_id: Option<WorkspaceId>,
+        cursor: Option<&str>,
+        limit: u32,
+    ) -> Result<SnapshotList> {
+        self.snapshot_page(workspace_id, false, cursor, limit).await
+    }
+
+    /// A page of at most `limit` (up to 500) snapshots in quarantine, newest first.
+    pub async fn quarantined_snapshots(&self, cursor: Option<&str>, limit: u32) -> Result<SnapshotList> {
+        self.snapshot_page(None, true, cursor, limit).await
+    }
+
+    async fn snapshot_page(
+        &self,
+        workspace_id: Option<WorkspaceId>,
+        quarantined: bool,
         cursor: Option<&str>,
         limit: u32,
     ) -> Result<SnapshotList> {
@@ -178,12 +259,14 @@ impl Store {
                 columns!(),
                 " FROM workspace_snapshots
                  WHERE ($1 IS NULL OR workspace_id = $1) AND ($2 IS NULL OR (created_at, id) < ($2, $3))
+                     AND (status = 'quarantined') = $5
                  ORDER BY created_at DESC, id DESC LIMIT $4"
             ))
             .bind(workspace_id.map(|id| DbUuid(id.0)))
             .bind(after.map(|(time, _)| DbTime::new(time)))
             .bind(after.map(|(_, id)| DbUuid(id)))
             .bind(page::rows_wanted(limit))
+            .bind(quarantined)
             .fetch_all(&mut *connection)
             .await?;
             let read = rows.iter().map(|row| Ok(SnapshotRecord::from_row(row)?.snapshot));
@@ -205,4 +288,4 @@ impl Store {
     }
 }
 
-const _: () = assert!(SnapshotStatus::ALL.len() == 3);
+const _: () = assert!(SnapshotStatus::ALL.len() == 4);

@@ -162,7 +162,13 @@ impl TestServer {
         self.wait_until_ready().await;
     }
 
-    /// The same, without waiting: it may not live long enough to be ready.
+    /// Starts it again with more arguments, once.
+    pub async fn start_again_with_flags(&mut self, flags: &[&str]) {
+        self.process = spawn_with_flags(&self.binary, &self.data_dir, &self.environment, flags);
+        self.wait_until_ready().await;
+    }
+
+    /// Starts it again with more variables, without waiting: it may not live long enough to be ready.
     pub fn start_again_unattended(&mut self, more: &[(&str, &str)]) {
         let mut environment = self.environment.clone();
         environment.extend(more.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())));
@@ -431,11 +437,21 @@ pub fn leftovers_of_manager(directory: &Path) -> Vec<String> {
 }
 
 fn spawn(binary: &Path, data_dir: &Path, environment: &[(String, String)]) -> Child {
+    spawn_with_flags(binary, data_dir, environment, &[])
+}
+
+fn spawn_with_flags(
+    binary: &Path,
+    data_dir: &Path,
+    environment: &[(String, String)],
+    flags: &[&str],
+) -> Child {
     let log =
         std::fs::OpenOptions::new().create(true).append(true).open(data_dir.join("test.log")).expect("a log");
     Command::new(binary)
         .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
         .arg(data_dir)
+        .args(flags)
         .env_remove("DATABASE_URL")
         // Whatever this machine has: tests say where they want microVMs.
         .env("EMERGENT_FIRECRACKER", "false")

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{InstallationId, SnapshotId, WorkspaceId};
 use crate::names::names;
+use crate::size::ByteSize;
 use crate::workspace::{AvailableResources, NetworkMode, ResourceLimits};
 
 names!(
@@ -137,6 +138,9 @@ pub struct MachineSnapshot {
     pub image: String,
     /// The bytes it takes.
     pub bytes: u64,
+    /// The size of the disk that was copied; none of copies that older managers made.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk: Option<ByteSize>,
     /// The limits that go with a copy of memory; what is made of it can have no others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_limits: Option<ResourceLimits>,

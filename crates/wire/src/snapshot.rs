@@ -19,6 +19,8 @@ names!(
         Ready = "ready",
         /// It is being removed.
         Destroying = "destroying",
+        /// Files that were found without a record. They can be restored, and are removed when nobody does so in time.
+        Quarantined = "quarantined",
     }
 );
 

@@ -16,6 +16,7 @@ use super::error::FailedWith;
 use super::summary::SummarySlot;
 
 const HEADER: &str = "x-request-id";
+const QUARANTINE: &str = "/api/v1/agent/workspaces/quarantine/";
 const SNAPSHOTS: &str = "/api/v1/agent/workspaces/snapshots/";
 
 /// A request's number.
@@ -128,6 +129,9 @@ fn action_of(method: &Method, path: &str) -> String {
         (&Method::GET, "/api/v1/agent/workspaces/snapshots") => "snapshot.list",
         (&Method::GET, path) if path.starts_with(SNAPSHOTS) => "snapshot.get",
         (&Method::DELETE, path) if path.starts_with(SNAPSHOTS) => "snapshot.delete",
+        (&Method::GET, "/api/v1/agent/workspaces/quarantine") => "quarantine.list",
+        (&Method::POST, path) if path.starts_with(QUARANTINE) => "quarantine.restore",
+        (&Method::DELETE, path) if path.starts_with(QUARANTINE) => "quarantine.purge",
         (&Method::GET, "/api/v1/agent/pool") => "pool.get",
         (&Method::PUT, "/api/v1/agent/pool") => "pool.set",
         (&Method::DELETE, "/api/v1/agent/pool") => "pool.reset",

@@ -1,4 +1,4 @@
-//! Snapshots: make, list, get, remove; and workspaces made of them.
+//! Snapshots: make, list, get, remove; workspaces made of them; and those in quarantine.
 
 use axum::Json;
 use axum::extract::{Extension, State};
@@ -115,5 +115,55 @@ pub(super) async fn delete(
 ) -> Result<Json<SnapshotDestroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
     finish(tokio::spawn(async move { workspaces.delete_snapshot(id).await })).await?;
+    Ok(Json(SnapshotDestroyed { id, destroyed: true }))
+}
+
+/// Which part of the quarantine to list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct QuarantineParams {
+    /// Where the last page ended.
+    cursor: Option<String>,
+    /// How many at most: 1 to 500, 100 unless given.
+    limit: Option<u32>,
+}
+
+/// List files in quarantine, newest first: disks and snapshots that were found without a record in the database.
+#[utoipa::path(get, path = "/api/v1/agent/workspaces/quarantine", tag = "snapshots", params(QuarantineParams),
+    responses((status = 200, body = SnapshotList), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn list_quarantine(
+    State(app): State<App>,
+    Params(params): Params<QuarantineParams>,
+) -> Result<Json<SnapshotList>, ApiError> {
+    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
+    if !(1..=500).contains(&limit) {
+        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
+    }
+    let page = app.workspaces.store.quarantined_snapshots(params.cursor.as_deref(), limit).await;
+    Ok(Json(page.map_err(error_of)?))
+}
+
+/// Make an ordinary snapshot of files in quarantine. Then create a workspace of it.
+#[utoipa::path(post, path = "/api/v1/agent/workspaces/quarantine/{id}/restore", tag = "snapshots",
+    params(("id" = SnapshotId, Path)),
+    responses((status = 200, body = Snapshot), (status = "4XX", body = ErrorBody)))]
+pub(super) async fn restore_quarantined(
+    State(app): State<App>,
+    Id(id): Id<SnapshotId>,
+) -> Result<Json<Snapshot>, ApiError> {
+    Ok(Json(app.workspaces.restore_quarantined(id).await?))
+}
+
+/// Remove files in quarantine for good.
+#[utoipa::path(delete, path = "/api/v1/agent/workspaces/quarantine/{id}", tag = "snapshots",
+    params(("id" = SnapshotId, Path)),
+    responses((status = 200, body = SnapshotDestroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+pub(super) async fn purge_quarantined(
+    State(app): State<App>,
+    Id(id): Id<SnapshotId>,
+) -> Result<Json<SnapshotDestroyed>, ApiError> {
+    let workspaces = app.workspaces.clone();
+    finish(tokio::spawn(async move { workspaces.purge_quarantined(id).await })).await?;
     Ok(Json(SnapshotDestroyed { id, destroyed: true }))
 }

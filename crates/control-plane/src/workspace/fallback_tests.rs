@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
     ContainerHost, ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError,
-    Runtime, Sandbox, SandboxSpec, SharedProvider, WorkspaceProvider,
+    Runtime, Sandbox, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
 use emergent_wire::event::EventKind;
@@ -131,6 +131,14 @@ impl WorkspaceProvider for Failing {
 
     async fn go_on(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
         self.fails()
+    }
+
+    async fn quarantine(&self, _id: WorkspaceId, _to: SnapshotId) -> Result<(), ProviderError> {
+        Ok(())
+    }
+
+    async fn inspect_snapshot(&self, _id: SnapshotId) -> Result<Option<SnapshotInfo>, ProviderError> {
+        Ok(None)
     }
 
     async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError> {

@@ -11,6 +11,7 @@ mod live;
 mod memory;
 pub(crate) mod placement;
 pub(crate) mod pool;
+mod quarantine;
 pub(crate) mod recovery;
 pub(crate) mod servers;
 mod snapshots;
@@ -20,6 +21,7 @@ pub(crate) mod usage;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use emergent_guest_protocol::Configuration;
 use emergent_providers::{SandboxSpec, SharedProvider, Volume};
@@ -30,7 +32,7 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 
-use crate::config::Settings;
+use crate::config::{Existing, Settings};
 use crate::events::Events;
 use clock::Clock;
 pub(crate) use create::Creation;
@@ -39,6 +41,7 @@ pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
 pub(crate) use live::{Live, Reached};
 use pool::Pool;
+use quarantine::Quarantine;
 use servers::Servers;
 pub(crate) use tools::{FileStream, OutputStream};
 
@@ -58,6 +61,7 @@ pub(crate) struct Workspaces {
     pub(crate) servers: Servers,
     pub(crate) events: Events,
     disk_space: DiskSpace,
+    quarantine: Quarantine,
     clock: Clock,
 }
 
@@ -68,6 +72,10 @@ impl Workspaces {
         settings: Settings,
         providers: Vec<SharedProvider>,
     ) -> Arc<Self> {
+        // Whoever adopts files knows that they are orphans.
+        let grace =
+            if settings.existing == Existing::Adopt { 0 } else { settings.workspaces.orphan_grace_seconds };
+        let quarantine = Quarantine::new(Duration::from_secs(grace));
         let disk_space = DiskSpace::new(&settings.data_dir, settings.workspaces.min_free_disk.bytes());
         Arc::new(Self {
             store,
@@ -80,6 +88,7 @@ impl Workspaces {
             servers: Servers::default(),
             events: Events::default(),
             disk_space,
+            quarantine,
             clock: Clock::start(),
         })
     }

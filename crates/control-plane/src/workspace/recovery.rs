@@ -3,7 +3,7 @@
 //! The same pass runs at start, with nothing in progress, and then from time to time. It takes no input, so running it
 //! once more never hurts. [`plan`] is a pure function; carrying it out goes through the same code as ordinary requests.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,8 +32,10 @@ pub(crate) enum Step {
     Destroy(WorkspaceId),
     /// A workspace that failed, or that this process has no channel to: look whether it can be used.
     Examine(WorkspaceId),
-    /// A sandbox that has no row, or that could not be removed when its workspace was made elsewhere.
+    /// A sandbox that could not be removed when its workspace was made elsewhere.
     Reap(ProviderName, WorkspaceId),
+    /// A sandbox that has no row. No crash leaves one: the database was restored from a backup, or was changed by hand.
+    Quarantine(ProviderName, WorkspaceId),
 }
 
 /// A row, as far as recovery is concerned.
@@ -74,14 +76,18 @@ pub(crate) fn plan(
         }
         WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Examine(row.id)),
     });
-    let orphans = observed.iter().flat_map(|(provider, found)| {
-        let orphans = found.iter().filter(|found| match known.get(&found.id) {
-            Some(row) => is_elsewhere(row, *provider),
-            None => !spares.contains(&found.id),
-        });
-        orphans.map(|found| Step::Reap(*provider, found.id))
+    let mut orphans = HashSet::new();
+    let mut found: Vec<(ProviderName, WorkspaceId)> = observed
+        .iter()
+        .flat_map(|(provider, found)| found.iter().map(|found| (*provider, found.id)))
+        .collect();
+    found.sort_unstable();
+    let for_sandboxes = found.into_iter().filter_map(|(provider, id)| match known.get(&id) {
+        Some(row) => is_elsewhere(row, provider).then_some(Step::Reap(provider, id)),
+        // Two providers may list the same sandbox.
+        None => (!spares.contains(&id) && orphans.insert(id)).then_some(Step::Quarantine(provider, id)),
     });
-    for_rows.chain(orphans).collect()
+    for_rows.chain(for_sandboxes).collect()
 }
 
 /// Whether a workspace that has been made is not among the sandboxes of a provider.
@@ -108,7 +114,7 @@ impl Workspaces {
                 copies.insert(provider.name(), found);
             }
         }
-        if let Err(error) = self.recover_snapshots(&copies).await {
+        if let Err(error) = self.recover_snapshots(copies).await {
             tracing::warn!(%error, "recovery of snapshots failed; it will be tried again");
         }
         let (spares, rows) = match self.rows_for_recovery().await {
@@ -118,7 +124,12 @@ impl Workspaces {
                 return;
             }
         };
-        let steps = plan(&rows, &spares, &observed);
+        let mut steps = plan(&rows, &spares, &observed);
+        // An orphan is left alone for a while: whoever put the wrong database back can put the right one back.
+        steps.retain(|step| match step {
+            Step::Quarantine(provider, id) => self.quarantine.is_due(*provider, id.0),
+            _ => true,
+        });
         futures_util::stream::iter(steps)
             .for_each_concurrent(AT_ONCE, |step| async move {
                 if let Err(error) = self.carry_out(step).await {
@@ -150,29 +161,41 @@ impl Workspaces {
         Ok((spares.iter().map(|spare| spare.id).collect(), rows.collect()))
     }
 
-    /// Finishes or undoes what was begun with snapshots, and removes copies that have no row.
+    /// Finishes or undoes what was begun with snapshots, and sets copies aside that have no row.
     async fn recover_snapshots(
         &self,
-        copies: &HashMap<ProviderName, Vec<SnapshotId>>,
+        copies: HashMap<ProviderName, Vec<SnapshotId>>,
     ) -> Result<(), ErrorDetail> {
         let records = self.store.all_snapshots().await.map_err(error_of)?;
         let owners = records.iter().map(|record| record.owner);
         self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
         for record in &records {
-            let is_begun = record.snapshot.status != SnapshotStatus::Ready;
+            let is_begun =
+                matches!(record.snapshot.status, SnapshotStatus::Creating | SnapshotStatus::Destroying);
             let in_progress =
                 !self.is_mine_to_change(record.owner) || self.is_changing(record.snapshot.workspace_id);
             if is_begun && !in_progress {
                 tracing::info!(snapshot = %record.snapshot.id, "a copy that was interrupted is removed");
                 self.discard_snapshot(record).await?;
             }
+            // A server was killed while it set this aside.
+            let snapshot = &record.snapshot;
+            if snapshot.status == SnapshotStatus::Quarantined && snapshot.size_bytes.is_none() {
+                self.quarantine_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await?;
+            }
         }
         let known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
+        // Two providers may list the same copy: the first one has it.
+        let mut orphans: BTreeMap<SnapshotId, ProviderName> = BTreeMap::new();
+        let mut copies: Vec<_> = copies.into_iter().collect();
+        copies.sort_unstable_by_key(|(provider, _)| *provider);
         for (provider, found) in copies {
-            for id in found.iter().filter(|id| !known.contains(id)) {
-                tracing::info!(snapshot = %id, "a copy without a row is removed");
-                self.provider(*provider)?.remove_snapshot(*id).await?;
+            for id in found.into_iter().filter(|id| !known.contains(id)) {
+                orphans.entry(id).or_insert(provider);
             }
+        }
+        for (id, provider) in orphans {
+            self.quarantine_copy(provider, id).await?;
         }
         Ok(())
     }
@@ -199,6 +222,7 @@ impl Workspaces {
             }
             Step::Examine(id) => self.examine(id).await,
             Step::Reap(provider, id) => self.provider(provider)?.destroy(id).await.map_err(ErrorDetail::from),
+            Step::Quarantine(provider, id) => self.quarantine_sandbox(provider, id).await,
         }
     }
 
@@ -254,12 +278,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_without_a_row_is_reaped_and_one_with_a_row_is_not() {
+    fn a_sandbox_without_a_row_is_quarantined_once_and_one_with_a_row_is_not() {
         let row = row(WorkspaceStatus::Ready);
         assert!(plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running)).is_empty());
         let stray = WorkspaceId::generate();
-        let steps = plan(&[row], &HashSet::new(), &seen(stray, ObservedState::Remains));
-        assert_eq!(steps, [Step::Reap(ProviderName::Gvisor, stray)]);
+        let mut observed = seen(stray, ObservedState::Remains);
+        observed.insert(ProviderName::Docker, observed[&ProviderName::Gvisor].clone());
+        let steps = plan(&[row], &HashSet::new(), &observed);
+        assert!(matches!(steps.as_slice(), [Step::Quarantine(_, id)] if *id == stray), "{steps:?}");
         let spares = HashSet::from([stray]);
         assert!(plan(&[row], &spares, &seen(stray, ObservedState::Running)).is_empty());
     }

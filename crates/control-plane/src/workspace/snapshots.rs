@@ -92,7 +92,7 @@ impl Workspaces {
         self.disk_space.make_room_for_database();
         let record = self.store.snapshot(id).await.map_err(error_of)?;
         match record.snapshot.status {
-            SnapshotStatus::Ready => self.discard_snapshot(&record).await,
+            SnapshotStatus::Ready | SnapshotStatus::Quarantined => self.discard_snapshot(&record).await,
             SnapshotStatus::Creating => {
                 let message = format!("snapshot {id} is being made: wait until it is ready");
                 Err(ErrorDetail::new(ErrorCode::WrongState, message))

@@ -20,6 +20,8 @@ use emergent_host::program::run;
 use emergent_host::room::{Room, RoomRules};
 use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
 
+use crate::sandbox::SnapshotInfo;
+
 /// How a disk was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ensured {
@@ -168,10 +170,48 @@ impl Disks {
         taken_bytes(&image)
     }
 
-    /// Removes a snapshot, or the part of it that there is.
+    /// Removes a snapshot, or the part of it that there is, with the volumes that were set aside with it.
     pub(crate) fn remove_snapshot(&self, id: SnapshotId) -> io::Result<()> {
+        for volume in stems_in(&self.snapshots)?.iter().filter(|stem| stem.starts_with(&format!("{id}."))) {
+            remove_if_there(&self.snapshots.join(format!("{volume}.img")))?;
+        }
         let image = self.snapshot_image(id);
         remove_files(&[image.with_extension("new"), image])
+    }
+
+    /// Detaches a workspace's disks and keeps them as a snapshot; named volumes beside it, as `{snapshot}.{volume}.img`.
+    pub(crate) fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<()> {
+        for disk in self.disks_of(id)? {
+            let image = self.image(&disk);
+            loop_device::detach(&image)?;
+            if image.exists() {
+                let volume = disk.strip_prefix(&id.to_string()).unwrap_or_default();
+                fs::rename(&image, self.snapshots.join(format!("{to}{volume}.img")))?;
+                failpoint!("quarantine.disk_moved");
+            }
+            self.remove_disk(&disk)?;
+        }
+        let kept = self.snapshot_image(to);
+        // A journal that is not replayed, or errors: the files are kept whatever they are.
+        if kept.exists()
+            && let Err(error) = ext4::check(&kept)
+        {
+            tracing::warn!(disk = %kept.display(), %error, "a disk in quarantine has errors");
+        }
+        Ok(())
+    }
+
+    /// What a whole snapshot holds.
+    pub(crate) fn inspect_snapshot(&self, id: SnapshotId) -> io::Result<Option<SnapshotInfo>> {
+        let image = self.snapshot_image(id);
+        match fs::metadata(&image) {
+            Ok(found) => {
+                let disk = Some(ByteSize::from_bytes(found.len()));
+                Ok(Some(SnapshotInfo { bytes: taken_bytes(&image)?, disk, memory_limits: None }))
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// All snapshots, also those of which only a part is there.
@@ -186,14 +226,18 @@ impl Disks {
 
     /// Detaches and removes a workspace's disks, and whatever an interrupted step left of them.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
-        let own = disk_of(id, None);
+        self.disks_of(id)?.iter().try_for_each(|disk| self.remove_disk(disk))
+    }
+
+    /// The names of a workspace's disk and of its named volumes, whether they are there or not.
+    fn disks_of(&self, id: WorkspaceId) -> io::Result<Vec<String>> {
         let volumes = format!("{id}.");
         let mut disks: Vec<String> = stems_in(&self.directory)?;
         disks.retain(|disk| disk.starts_with(&volumes));
-        disks.push(own);
+        disks.push(disk_of(id, None));
         disks.sort_unstable();
         disks.dedup();
-        disks.iter().try_for_each(|disk| self.remove_disk(disk))
+        Ok(disks)
     }
 
     fn remove_disk(&self, disk: &str) -> io::Result<()> {

@@ -29,8 +29,8 @@ use super::stream::Attached;
 use super::{LABEL_WORKSPACE, name_of};
 use crate::error::ProviderError;
 use crate::sandbox::{
-    DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider,
-    configure,
+    DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SnapshotInfo,
+    WorkspaceProvider, configure,
 };
 use crate::starts::Starts;
 
@@ -325,6 +325,17 @@ impl ContainerProvider {
         }
     }
 
+    /// Removes the engine's entries of a sandbox's volumes.
+    async fn remove_volumes(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+        self.remove_volume(&name_of(id)).await?;
+        let label = format!("{LABEL_WORKSPACE}={id}");
+        let named = self.engine.volume_names(&label).await;
+        for volume in named.map_err(|error| ProviderError::failed("listing volumes", error))? {
+            self.remove_volume(&volume).await?;
+        }
+        Ok(())
+    }
+
     async fn remove_volume(&self, name: &str) -> Result<(), ProviderError> {
         match self.engine.remove_volume(name).await {
             Ok(()) => Ok(()),
@@ -486,13 +497,7 @@ impl WorkspaceProvider for ContainerProvider {
         self.kill_counters().remove(&id);
         self.remove_container(id).await?;
         failpoint!("sandbox.container_removed");
-        let name = name_of(id);
-        self.remove_volume(&name).await?;
-        let label = format!("{LABEL_WORKSPACE}={id}");
-        let named = self.engine.volume_names(&label).await;
-        for volume in named.map_err(|error| ProviderError::failed("listing volumes", error))? {
-            self.remove_volume(&volume).await?;
-        }
+        self.remove_volumes(id).await?;
         failpoint!("sandbox.volume_removed");
         if let Ok(disks) = self.disks.clone() {
             on_disk("removing the disk", move || disks.remove(id)).await?;
@@ -708,6 +713,27 @@ impl WorkspaceProvider for ContainerProvider {
     async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
         let unpaused = self.engine.unpause(&name_of(id)).await;
         unpaused.map_err(|error| ProviderError::failed("letting the container go on", error))
+    }
+
+    async fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> Result<(), ProviderError> {
+        let disks = self.disks.clone().map_err(|reason| {
+            let message = format!(
+                "its files are on a volume of the engine that can't be set aside ({reason}): remove container and volume {} by \
+                 hand",
+                name_of(id)
+            );
+            ProviderError::Unacceptable(message)
+        })?;
+        self.kill_counters().remove(&id);
+        self.remove_container(id).await?;
+        failpoint!("quarantine.container_removed");
+        self.remove_volumes(id).await?;
+        on_disk("setting the disk aside", move || disks.quarantine(id, to)).await
+    }
+
+    async fn inspect_snapshot(&self, id: SnapshotId) -> Result<Option<SnapshotInfo>, ProviderError> {
+        let disks = self.copyable_disks()?;
+        on_disk("looking at the copy", move || disks.inspect_snapshot(id)).await
     }
 
     async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError> {

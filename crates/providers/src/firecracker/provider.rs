@@ -20,7 +20,8 @@ use super::images::Images;
 use crate::container::Engine;
 use crate::error::ProviderError;
 use crate::sandbox::{
-    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, WorkspaceProvider, configure,
+    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SnapshotInfo, WorkspaceProvider,
+    configure,
 };
 use crate::starts::Starts;
 
@@ -205,6 +206,26 @@ impl WorkspaceProvider for FirecrackerProvider {
         let request = MachineSnapshotRequest { machine: id, memory: with_memory };
         let copied: MachineSnapshot = self.client.put(&snapshot(to), &request).await?;
         Ok(copied.bytes)
+    }
+
+    async fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> Result<(), ProviderError> {
+        if self.inspect_snapshot(to).await?.is_none() {
+            match self.snapshot(id, to, false).await {
+                Ok(_) | Err(ProviderError::Gone(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.destroy(id).await
+    }
+
+    async fn inspect_snapshot(&self, id: SnapshotId) -> Result<Option<SnapshotInfo>, ProviderError> {
+        let list: MachineSnapshotList = self.client.get("/v1/snapshots").await?;
+        let found = list.snapshots.iter().find(|each| each.id == id);
+        Ok(found.map(|each| SnapshotInfo {
+            bytes: each.bytes,
+            disk: each.disk,
+            memory_limits: each.memory_limits,
+        }))
     }
 
     async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError> {

@@ -133,5 +133,6 @@ both_engines! {
         servers_count_until_they_are_forgotten;
     snapshots:
         a_snapshot_is_made_used_and_removed,
-        snapshots_come_in_pages_and_by_workspace;
+        snapshots_come_in_pages_and_by_workspace,
+        files_without_a_row_are_quarantined_restored_or_removed;
 }

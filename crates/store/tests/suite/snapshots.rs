@@ -67,3 +67,29 @@ pub(crate) async fn snapshots_come_in_pages_and_by_workspace(db: TestDb) {
     assert_eq!(minutes, [4, 3, 2, 1, 0]);
     assert_eq!(store.snapshots(None, None, 100).await.unwrap().snapshots.len(), 6);
 }
+
+pub(crate) async fn files_without_a_row_are_quarantined_restored_or_removed(db: TestDb) {
+    let store = &db.store;
+    let found = new(WorkspaceId::generate(), 0);
+    assert!(store.insert_quarantined(&found).await.unwrap());
+    assert!(!store.insert_quarantined(&found).await.unwrap(), "once");
+    let record = store.snapshot(found.id).await.unwrap();
+    assert_eq!((record.snapshot.status, record.owner), (SnapshotStatus::Quarantined, None));
+    assert!(store.snapshots(None, None, 10).await.unwrap().snapshots.is_empty());
+    // Not before its files are there.
+    assert!(store.restore_quarantined(found.id).await.is_err());
+    store.note_quarantined(found.id, 4096, &ResourceLimits::default(), false).await.unwrap();
+    let listed = store.quarantined_snapshots(None, 10).await.unwrap().snapshots;
+    assert_eq!((listed.len(), listed[0].size_bytes, listed[0].memory), (1, Some(4096), false));
+    let restored = store.restore_quarantined(found.id).await.unwrap();
+    assert_eq!(restored.status, SnapshotStatus::Ready);
+    assert!(store.quarantined_snapshots(None, 10).await.unwrap().snapshots.is_empty());
+    assert_eq!(store.snapshots(None, None, 10).await.unwrap().snapshots, [restored]);
+    assert!(store.restore_quarantined(found.id).await.is_err(), "once");
+
+    let other = new(WorkspaceId::generate(), 1);
+    store.insert_quarantined(&other).await.unwrap();
+    assert!(store.withdraw_snapshot(other.id, None).await.unwrap());
+    store.delete_snapshot(other.id).await.unwrap();
+    assert!(store.snapshot(other.id).await.is_err());
+}

@@ -1,0 +1,117 @@
+//! `emergent quarantine`.
+
+use anyhow::Result;
+use clap::{Args, Subcommand};
+use emergent_wire::SnapshotId;
+use emergent_wire::snapshot::{Snapshot, SnapshotList};
+
+use crate::client::Call;
+use crate::connection::ConnectionArgs;
+use crate::context::{Context, PAGE};
+use crate::{output, pick, snapshot};
+
+/// Restore disks that were found without a record in the database
+///
+/// After a database was lost (`emergent serve --adopt`) or restored from an older backup, there are disks that it knows nothing of.
+/// The server never removes such a disk at once: it keeps it here for `workspaces.quarantine_days`.
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  emergent quarantine list
+  emergent quarantine restore 3fa2c9d1     then: emergent snapshot restore 3fa2c9d1
+  emergent quarantine restore --all
+  emergent quarantine purge 3fa2c9d1")]
+pub(crate) struct QuarantineArgs {
+    #[command(flatten)]
+    pub(crate) connection: ConnectionArgs,
+    #[command(subcommand)]
+    command: QuarantineCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum QuarantineCommand {
+    /// List what is in quarantine, newest first
+    #[command(visible_alias = "ls", after_help = "Examples:\n  emergent quarantine list")]
+    List,
+    /// Make ordinary snapshots of what is in quarantine
+    #[command(
+        after_help = "Examples:\n  emergent quarantine restore 3fa2c9d1\n  emergent quarantine restore --all"
+    )]
+    Restore(Chosen),
+    /// Remove what is in quarantine for good
+    #[command(
+        after_help = "Examples:\n  emergent quarantine purge 3fa2c9d1\n  emergent quarantine purge --all"
+    )]
+    Purge(Chosen),
+}
+
+/// Which of them.
+#[derive(Args, Debug)]
+#[group(required = true, multiple = false)]
+struct Chosen {
+    /// Ids, or unique pieces of their beginnings or ends
+    #[arg(value_name = "ID")]
+    ids: Vec<String>,
+    /// All that is in quarantine
+    #[arg(long)]
+    all: bool,
+}
+
+/// Runs one of the commands.
+pub(crate) async fn run(args: QuarantineArgs) -> Result<u8> {
+    let context = Context::open(&args.connection)?;
+    match args.command {
+        QuarantineCommand::List => {
+            let answer = context.client.call(list_call()).await?;
+            context.show(&answer, |list: SnapshotList| {
+                snapshot::table(&list.snapshots).print()?;
+                if list.snapshots.is_empty() {
+                    output::note("nothing is in quarantine");
+                }
+                if list.next_cursor.is_some() {
+                    output::note(format_args!("only the newest {} are shown", list.snapshots.len()));
+                }
+                Ok(())
+            })?;
+        }
+        QuarantineCommand::Restore(chosen) => {
+            for id in chosen.ids(&context).await? {
+                let path = ["agent", "workspaces", "quarantine", &id.to_string(), "restore"];
+                let answer = context.client.call(Call::post(&path)).await?;
+                context.show(&answer, |_: Snapshot| {
+                    output::line(format_args!("{id} is a snapshot now: emergent snapshot restore {id}"))
+                })?;
+            }
+        }
+        QuarantineCommand::Purge(chosen) => {
+            for id in chosen.ids(&context).await? {
+                let path = ["agent", "workspaces", "quarantine", &id.to_string()];
+                let answer = context.client.call(Call::delete(&path)).await?;
+                context.show(&answer, |_: serde_json::Value| output::line(format_args!("{id} removed")))?;
+            }
+        }
+    }
+    Ok(0)
+}
+
+fn list_call() -> Call {
+    Call::get(&["agent", "workspaces", "quarantine"]).query("limit", Some(PAGE))
+}
+
+impl Chosen {
+    async fn ids(&self, context: &Context) -> Result<Vec<SnapshotId>> {
+        let list: SnapshotList = context.client.call(list_call()).await?.parse()?;
+        if self.all {
+            return Ok(list.snapshots.iter().map(|snapshot| snapshot.id).collect());
+        }
+        let find = |given: &String| {
+            if let Ok(id) = given.parse() {
+                return Ok(id);
+            }
+            pick::check(given)?;
+            let candidates = list.snapshots.iter().map(|each| (each.id, each.workspace_id.to_string()));
+            pick::by_id("snapshot in quarantine", given, candidates.collect())
+        };
+        self.ids.iter().map(find).collect()
+    }
+}
