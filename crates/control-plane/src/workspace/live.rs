@@ -56,6 +56,7 @@ struct Traffic {
     damaged: bool,
     /// A use that was not yet written down.
     used: Option<DateTime<Utc>>,
+    last_use: Option<DateTime<Utc>>,
     written: Option<Instant>,
 }
 
@@ -156,7 +157,13 @@ impl Live {
     pub(crate) fn note_use(&self, now: DateTime<Utc>) -> Option<DateTime<Utc>> {
         let mut traffic = self.traffic();
         traffic.used = Some(now);
+        traffic.last_use = Some(now);
         traffic.written.is_none_or(|at| at.elapsed() >= WRITE_EVERY).then(|| traffic.take_use()).flatten()
+    }
+
+    /// The last use that this process knows of; the write of it may be in progress.
+    pub(crate) fn last_use(&self) -> Option<DateTime<Utc>> {
+        self.traffic().last_use
     }
 
     /// The last use, if it is not yet written down; it is the caller's to write. A call in progress is a use now.

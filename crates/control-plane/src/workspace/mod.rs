@@ -23,6 +23,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
 use emergent_guest_protocol::Configuration;
 use emergent_providers::{SandboxSpec, SharedProvider, Volume};
 use emergent_store::{SealingKey, Store, StoreError, WorkspaceRecord};
@@ -44,6 +45,17 @@ use pool::Pool;
 use quarantine::Quarantine;
 use servers::Servers;
 pub(crate) use tools::{FileStream, OutputStream};
+
+/// Shows a use whose write is still in progress.
+fn show_use(workspace: &mut Workspace, used: DateTime<Utc>) {
+    // As exact as the database.
+    let used = used.trunc_subsecs(6);
+    let since = used - workspace.last_used_at;
+    if since > TimeDelta::zero() && workspace.status != WorkspaceStatus::Destroying {
+        workspace.last_used_at = used;
+        workspace.expires_at = workspace.expires_at.map(|at| at + since);
+    }
+}
 
 /// Where file tools stay when the settings say so.
 const CONFINED_TO: [&str; 2] = ["/workspace", "/tmp"];
@@ -163,6 +175,9 @@ impl Workspaces {
             self.write_use(id, live.unwritten_use(self.clock.now())).await;
         }
         let mut workspace = self.store.workspace(id).await.map_err(error_of)?;
+        if let Some(used) = live.as_ref().and_then(|live| live.last_use()) {
+            show_use(&mut workspace, used);
+        }
         if let Some(live) = live.filter(|_| workspace.status == WorkspaceStatus::Ready) {
             workspace.usage = self.measure(&live, &workspace.resource_limits).await;
         }

@@ -180,8 +180,12 @@ impl Workspaces {
             }
             // A server was killed while it set this aside.
             let snapshot = &record.snapshot;
-            if snapshot.status == SnapshotStatus::Quarantined && snapshot.size_bytes.is_none() {
-                self.quarantine_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await?;
+            if snapshot.status == SnapshotStatus::Quarantined
+                && snapshot.size_bytes.is_none()
+                && let Err(error) =
+                    self.quarantine_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await
+            {
+                tracing::warn!(snapshot = %snapshot.id, %error, "files can't be set aside; it will be tried again");
             }
         }
         let known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
@@ -195,7 +199,9 @@ impl Workspaces {
             }
         }
         for (id, provider) in orphans {
-            self.quarantine_copy(provider, id).await?;
+            if let Err(error) = self.quarantine_copy(provider, id).await {
+                tracing::warn!(snapshot = %id, %error, "a copy can't be set aside; it will be tried again");
+            }
         }
         Ok(())
     }
