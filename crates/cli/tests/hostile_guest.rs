@@ -205,32 +205,21 @@ async fn destroy_in_time(server: &TestServer, id: &str) {
     assert!(destroyed.is_ok(), "it took more than {} s:\n{}", DESTROY_TIME.as_secs(), server.log());
 }
 
-/// A fork bomb harms nobody else: its neighbour answers, and it can be destroyed while it rages, also one that hides.
-async fn fork_bombs_harm_nobody_else(server: &TestServer, request: serde_json::Value) {
-    let neighbour = marked(server, request.clone()).await;
-    for bomb in
-        [":(){ :|:& };:; sleep 100", ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' & sleep 100"]
-    {
-        let mut small = request.clone();
-        small["resource_limits"]["cpu"] = json!("0.5");
-        let raging = marked(server, small).await;
-        server.tool(&raging, "bash", json!({ "command": bomb, "background": true })).await.ok();
-        tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_works(server, &neighbour).await;
-        destroy_in_time(server, &raging).await;
-    }
-    assert_works(server, &neighbour).await;
-    server.destroy(&neighbour).await;
-}
-
-/// A workspace answers again after a fork bomb. gVisor may have crashed under it (`sandbox_lost`): then it was started again.
+/// Waits until a workspace works again after a fork bomb. Until then other commands may be killed with the bomb, and gVisor itself
+/// may crash under it (`sandbox_lost`) and be started again.
 async fn wait_until_it_works(server: &TestServer, id: &str) {
     let recovers = async {
-        while server.tool(id, "bash", json!({ "command": "true" })).await.status != 200 {}
-        assert_works(server, id).await;
+        loop {
+            let read = server.tool(id, "bash", json!({ "command": "cat /workspace/mark" })).await;
+            let found = server.tool(id, "grep", json!({ "pattern": "^mine$" })).await;
+            let is_found = found.body["matches"][0]["line"] == "mine";
+            if read.body["exit_code"] == 0 && read.body["stdout"] == "mine\n" && is_found {
+                return;
+            }
+        }
     };
     let recovered = tokio::time::timeout(Duration::from_secs(150), recovers).await;
-    assert!(recovered.is_ok(), "it does not answer:\n{}", server.log());
+    assert!(recovered.is_ok(), "it does not work again:\n{}", server.log());
 }
 
 /// A fork bomb is contained: its own workspace and its neighbour answer, and it can be destroyed while it rages.
@@ -262,13 +251,6 @@ async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Valu
     destroy_in_time(server, &raging).await;
     assert_works(server, &neighbour).await;
     server.destroy(&neighbour).await;
-}
-
-#[tokio::test]
-async fn fork_bombs_in_gvisor_harm_nobody_else() {
-    let server = TestServer::start(BINARY).await;
-    fork_bombs_harm_nobody_else(&server, json!({ "provider": "gvisor", "network": "isolated" })).await;
-    server.stop();
 }
 
 #[tokio::test]

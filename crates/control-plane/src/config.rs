@@ -51,12 +51,12 @@ pub struct Settings {
     pub mcp: McpSettings,
     /// The audit log.
     pub audit: AuditSettings,
-    /// What to do with files of another installation in the data directory (`--adopt`, `--discard-existing`).
+    /// How files of another installation in the data directory are treated (`--adopt`, `--discard-existing`).
     #[serde(skip)]
     pub existing: Existing,
 }
 
-/// What to do with files in the data directory that the database knows nothing of.
+/// How files in the data directory are treated that the database has no record of.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Existing {
     /// The server does not start.
@@ -147,16 +147,17 @@ pub struct WorkspaceSettings {
     pub max_concurrent: u32,
     /// Tasks (processes and threads) that the commands of one workspace may have at once (`WORKSPACE_MAX_TASKS`).
     pub max_tasks: u32,
-    /// What is kept free on the host's disk for the server's own writes. With less, nothing that needs room is begun, and
+    /// Free space on the host's disk that is kept for the server's own writes. With less, nothing that needs room is begun, and
     /// workspaces that go on writing are stopped (`WORKSPACE_MIN_FREE_DISK`).
     pub min_free_disk: ByteSize,
     /// How many times over the free disk may be promised to workspaces, which seldom fill theirs. At 1 each has its disk from
     /// the first, and nobody can take it (`WORKSPACE_DISK_OVERCOMMIT`).
     pub disk_overcommit: u32,
-    /// Sandboxes and snapshots that the database knows nothing of are left alone for this time, then set aside
+    /// Sandboxes and snapshots without a record in the database are left alone for this time, then put in quarantine
     /// (`WORKSPACE_ORPHAN_GRACE_SECONDS`).
     pub orphan_grace_seconds: u64,
-    /// What is set aside is removed after this many days, unless it is restored; 0 keeps it (`WORKSPACE_QUARANTINE_DAYS`).
+    /// Files in quarantine are removed after this many days, unless they are restored; 0 keeps them
+    /// (`WORKSPACE_QUARANTINE_DAYS`).
     pub quarantine_days: u32,
     /// File tools stay inside `/workspace` and `/tmp`.
     pub confine_file_tools: bool,

@@ -141,8 +141,8 @@ pub(crate) fn kill_while_stopped(find: impl Fn() -> Vec<i32>) {
     }
 }
 
-/// Kills every process but the agent. One system call kills all that are there when it is made, so that a round misses only
-/// processes that are forked during it.
+/// Kills every process but the agent. One system call kills all processes that exist when it is made, so that a round misses
+/// only those that are forked during it. Channels that a restarted server opened end too; its next call opens another.
 pub(crate) fn kill_everything() {
     let deadline = Instant::now() + KILL_TIME;
     for round in 0.. {

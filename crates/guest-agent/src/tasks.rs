@@ -54,12 +54,12 @@ struct Ended {
 
 /// Which command was ended.
 enum Whose {
-    /// The one with this tag.
+    /// The command with this tag.
     Tagged(String),
-    /// One whose processes carry no tag.
+    /// A command whose processes carry no tag.
     Unknown,
-    /// All that ran then.
-    Everybodys(Instant),
+    /// Every command that ran at this time.
+    AllCommands(Instant),
 }
 
 impl TaskGuard {
@@ -164,7 +164,7 @@ impl TaskGuard {
         if procfs::processes().len() >= few {
             let note = format!("{reason}: all processes of the workspace were killed; {ADVICE}");
             log(&note);
-            remember(&mut ended, Ended { whose: Whose::Everybodys(Instant::now()), note });
+            remember(&mut ended, Ended { whose: Whose::AllCommands(Instant::now()), note });
             family::kill_everything();
         }
         family::signal_all(libc::SIGCONT);
@@ -181,10 +181,10 @@ impl TaskGuard {
         let mine = ended.iter().position(|one| match &one.whose {
             Whose::Tagged(other) => other == tag,
             Whose::Unknown => true,
-            Whose::Everybodys(at) => at.elapsed() < KILLED_WITH_ALL,
+            Whose::AllCommands(at) => at.elapsed() < KILLED_WITH_ALL,
         })?;
         match ended[mine].whose {
-            Whose::Everybodys(_) => Some(ended[mine].note.clone()),
+            Whose::AllCommands(_) => Some(ended[mine].note.clone()),
             _ => Some(ended.remove(mine).note),
         }
     }

@@ -43,8 +43,8 @@ impl Quarantine {
         let since = first_seen.entry((provider, id)).or_insert_with(|| {
             tracing::warn!(
                 %provider, %id, grace_s = self.grace.as_secs(),
-                "the database knows nothing of a sandbox or copy with this installation's label; it is set aside after a while \
-                 (see `emergent quarantine`)"
+                "a sandbox or snapshot of this installation has no record in the database; it goes to quarantine after the grace \
+                 period (see `emergent quarantine --help`). If the database was restored by mistake, put the right one back now"
             );
             Instant::now()
         });
@@ -95,7 +95,7 @@ impl Workspaces {
                 let noted =
                     self.store.note_quarantined(id, info.bytes, &limits, info.memory_limits.is_some());
                 noted.await.map_err(error_of)?;
-                tracing::warn!(snapshot = %id, bytes = info.bytes, "files without a row are in quarantine");
+                tracing::warn!(snapshot = %id, bytes = info.bytes, "files without a record in the database are in quarantine");
                 metrics::counter!("emergent_quarantined_total").increment(1);
             }
             // A part of a copy, or a sandbox without a disk.

@@ -6,6 +6,7 @@
 //! one long-lived `exec` of `emergent-guest connect`, which hands its streams to the agent. Tool calls never start
 //! an exec of their own.
 
+mod agent_priority;
 mod disk;
 mod disk_watch;
 mod engine;

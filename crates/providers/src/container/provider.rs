@@ -17,12 +17,13 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{SnapshotId, WorkspaceId};
 
+use super::agent_priority::prefer_agent_over_commands;
 use super::disk::{Disks, Ensured, disk_of};
 use super::disk_watch::RootLayer;
 use super::engine::EngineError;
 use super::guest_image::{GuestImage, GuestVolume};
 use super::host::{ContainerHost, cpus_of, on_disk};
-use super::oom::{self, KillCounter};
+use super::oom::KillCounter;
 use super::processes::ContainerProcesses;
 use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
@@ -250,7 +251,7 @@ impl ContainerProvider {
         failpoint!("sandbox.greeted");
         // Before the agent is told anything, so that no process but its own is made yet.
         if let Some(pid) = pid {
-            self.prepare_for_oom(spec.id, pid);
+            self.note_sandbox_process(spec.id, pid);
         }
         self.configure(spec, &channel).await?;
         Ok(channel)
@@ -316,8 +317,8 @@ impl ContainerProvider {
         }
     }
 
-    fn prepare_for_oom(&self, id: WorkspaceId, pid: i64) {
-        if let Err(error) = oom::prefer_agent_over_commands(pid) {
+    fn note_sandbox_process(&self, id: WorkspaceId, pid: i64) {
+        if let Err(error) = prefer_agent_over_commands(pid) {
             tracing::debug!(workspace = %id, %error, "the sandbox's commands compete with its agent for CPU and memory");
         }
         if let Some(counter) = KillCounter::of(pid) {
