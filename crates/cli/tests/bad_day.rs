@@ -67,6 +67,34 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
     server.stop();
 }
 
+/// An older version stored the URL of a clone with its credential, and git keeps it in the clone.
+#[tokio::test]
+async fn a_credential_in_the_clone_of_an_older_version_is_removed() {
+    let mut server = TestServer::start(BINARY).await;
+    for provider in ["gvisor", "docker"] {
+        let id = server.create(json!({ "provider": provider, "network": "isolated" })).await;
+        let clone = "git init -q && git remote add origin https://user:hunter2@host.example/r.git && git config --local -l";
+        assert!(server.bash(&id, clone).await.contains("hunter2"));
+        server.terminate();
+        let row = "SET repository_url = 'https://user:hunter2@host.example/r.git'";
+        assert_eq!(server.sql(&format!("UPDATE agent_workspaces {row} WHERE id = '{id}'")).await, 1);
+        assert_eq!(server.sql("DELETE FROM schema_migrations WHERE version = 5").await, 1);
+        server.start_again().await;
+        let config = server.bash(&id, "grep -r hunter2 . || git remote get-url origin").await;
+        assert_eq!(config, "https://host.example/r.git\n");
+        let workspace = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        assert_eq!(workspace["metadata"]["credential_in_clone"], serde_json::Value::Null, "{workspace}");
+        // One that somebody adds by hand is theirs.
+        let by_hand = "git remote set-url origin https://user:hunter2@host.example/r.git";
+        server.bash(&id, by_hand).await;
+        server.kill();
+        server.start_again().await;
+        assert!(server.bash(&id, "git remote get-url origin").await.contains("hunter2"));
+        server.destroy(&id).await;
+    }
+    server.stop();
+}
+
 const QUARANTINE: &str = "/api/v1/agent/workspaces/quarantine";
 
 /// Waits until so many are in quarantine, with their files.

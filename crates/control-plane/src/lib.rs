@@ -21,6 +21,7 @@ mod existing;
 mod firecracker;
 mod http;
 mod listener;
+mod malformed;
 mod mcp;
 mod server;
 mod stall;

@@ -27,6 +27,7 @@ use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
 use crate::connections::{Connection, Connections, Place, RequestInProgress};
+use crate::malformed::ExplainMalformed;
 use crate::stall::StallGuard;
 
 /// How long a client may take to send the head of its first request.
@@ -160,7 +161,7 @@ async fn serve_stream(
     let service = hyper::service::service_fn(move |request: Request<Incoming>| {
         answer(router.clone(), Arc::clone(&answering), request)
     });
-    let io = TokioIo::new(StallGuard::new(stream, write_time));
+    let io = TokioIo::new(ExplainMalformed::new(StallGuard::new(stream, write_time)));
     let served = watcher.watch(builder.serve_connection_with_upgrades(io, service).into_owned());
     tokio::select! {
         served = served => served.map_err(|error| error.to_string()),

@@ -128,7 +128,6 @@ pub async fn serve(
         StorageError::Store(error) => error.into(),
         other => ServeError::Storage(other.to_string()),
     })?;
-    tell_removed_credentials(&store).await?;
     let key = match &settings.encryption_key {
         Some(key) => SealingKey::from_hex(key.expose_secret())?,
         None => SealingKey::load_or_create(&storage.join("encryption-key"))?,
@@ -239,19 +238,6 @@ async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, Store
         None => StoreConfig::Sqlite(data_dir.join("emergent.db")),
     };
     Store::open(config).await
-}
-
-/// Tells once that a migration took credentials out of repository URLs.
-async fn tell_removed_credentials(store: &Store) -> Result<(), StoreError> {
-    if let Some(workspaces) = store.removed_credentials().await? {
-        tracing::warn!(
-            workspaces,
-            "repository URLs held user names, passwords or tokens, which are removed from the database: replace these \
-             credentials at the git host. Audit rows and clones inside workspaces may still hold them"
-        );
-        store.acknowledge_removed_credentials().await?;
-    }
-    Ok(())
 }
 
 /// Makes the first admin token and keeps it where the command line finds it. True when it was made now.

@@ -48,5 +48,6 @@ pub use open::{Store, StoreConfig};
 pub use seal::{SealError, SealingKey};
 pub use snapshots::{NewSnapshot, SnapshotRecord};
 pub use spares::{Claim, Shape, Spare};
+pub use stored_credentials::CREDENTIAL_IN_CLONE;
 pub use tokens::{TOKEN_PREFIX, TokenRefusal};
 pub use workspace_rows::{NewWorkspace, WorkspaceFilter, WorkspaceRecord};

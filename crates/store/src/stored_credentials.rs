@@ -5,21 +5,19 @@
 //! `mcp_config` alone, as a server's arguments are used as they are at each start, and the sealed environment. Rows
 //! of the audit log can't change without breaking the chain.
 //!
-//! A credential that was stored in the clear may be in backups too, so its owner must replace it. The number of
-//! changed rows is logged and kept in the settings until the server has reported it; values are never logged.
+//! A workspace whose `repository_url` had a credential is marked ([`CREDENTIAL_IN_CLONE`]): the remote in its clone has it too,
+//! and only its sandbox can change that. A credential that was stored in the clear may be in backups too, so its owner must
+//! replace it. The number of changed rows is logged; values are never logged.
 
 use emergent_wire::git_url::{GitUrl, redact_urls};
 use serde_json::Value;
 use uuid::Uuid;
 
-use crate::db::{reading, writing};
 use crate::error::Result;
-use crate::open::Store;
-use crate::settings;
 use crate::types::{DbRow, Reader};
 
-/// The setting with the number of rows that were changed.
-pub(crate) const REMOVED: &str = "stored_credentials_removed";
+/// A field of a workspace's metadata: true while the remote of its clone may hold a credential.
+pub const CREDENTIAL_IN_CLONE: &str = "credential_in_clone";
 /// How many rows are in memory at once.
 pub(crate) const BATCH: i64 = 200;
 
@@ -40,11 +38,16 @@ impl CleanedRow {
         let url = row.text_or_null("repository_url").unwrap_or_default();
         let error = row.text_or_null("error").unwrap_or_default();
         let json = |column| row.json_or_null::<Value>(column).unwrap_or_default();
+        let repository_url = url.and_then(|url| changed(&url, &GitUrl::without_credentials(&url)));
+        let metadata = match json("metadata") {
+            Some(metadata) if repository_url.is_some() => Some(marked(redact_json(metadata))),
+            metadata => metadata.as_ref().and_then(cleaned_json),
+        };
         Ok(Self {
             id: row.uuid("id")?,
-            repository_url: url.and_then(|url| changed(&url, &GitUrl::without_credentials(&url))),
+            repository_url,
             error: error.and_then(|error| changed(&error, &redact_urls(&error))),
-            metadata: json("metadata").as_ref().and_then(cleaned_json),
+            metadata,
             placement: json("placement").as_ref().and_then(cleaned_json),
         })
     }
@@ -55,6 +58,14 @@ impl CleanedRow {
             || self.metadata.is_some()
             || self.placement.is_some()
     }
+}
+
+/// The metadata of a workspace whose clone has to be cleaned.
+fn marked(mut metadata: Value) -> Value {
+    if let Value::Object(fields) = &mut metadata {
+        fields.insert(CREDENTIAL_IN_CLONE.to_owned(), Value::Bool(true));
+    }
+    metadata
 }
 
 fn cleaned_json(value: &Value) -> Option<Value> {
@@ -74,7 +85,7 @@ fn redact_json(value: Value) -> Value {
 /// Removes the credentials of all rows, on a connection that finds the tables without their schema.
 macro_rules! remove_stored_credentials {
     ($connection:expr) => {{
-        use $crate::stored_credentials::{BATCH, CleanedRow, REMOVED};
+        use $crate::stored_credentials::{BATCH, CleanedRow};
         let mut after: Option<$crate::types::DbUuid> = None;
         let mut removed: u64 = 0;
         loop {
@@ -112,50 +123,15 @@ macro_rules! remove_stored_credentials {
             }
         }
         if removed > 0 {
-            sqlx::query(
-                "INSERT INTO settings (key, value) VALUES ($1, $2)
-                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
-            )
-            .bind(REMOVED)
-            .bind(removed.to_string())
-            .execute(&mut *$connection)
-            .await?;
             tracing::warn!(
                 rows = removed,
-                "removed credentials from git URLs in the database: they were stored in the clear, so replace them \
-                 at their git hosts"
+                "removed user names, passwords and tokens from git URLs in the database: they were stored in the clear, \
+                 so replace them at their git hosts. Audit rows and snapshots may still hold them"
             );
         }
     }};
 }
 pub(crate) use remove_stored_credentials;
-
-impl Store {
-    /// From how many workspaces the migration removed credentials that were stored in the clear; none if there
-    /// were none, or if [`Store::acknowledge_removed_credentials`] was called since.
-    pub async fn removed_credentials(&self) -> Result<Option<u64>> {
-        reading!(self.db(), |connection| {
-            let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
-                .bind(REMOVED)
-                .fetch_optional(&mut *connection)
-                .await?;
-            let text = row.map(|row| settings::value(&row, REMOVED)).transpose()?;
-            let damaged = |_| settings::corrupt(REMOVED, "it is not a number".into());
-            text.map(|text| text.parse().map_err(damaged)).transpose()
-        })
-    }
-
-    /// The operator was told of the removed credentials.
-    pub async fn acknowledge_removed_credentials(&self) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query("DELETE FROM settings WHERE key = $1")
-                .bind(REMOVED)
-                .execute(&mut *connection)
-                .await?;
-        });
-        Ok(())
-    }
-}
 
 #[cfg(test)]
 mod tests {

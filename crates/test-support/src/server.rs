@@ -12,6 +12,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _};
 
 use crate::janitor::Janitor;
 use crate::sse::EventReader;
@@ -204,6 +206,15 @@ impl TestServer {
         let before = other.leftovers();
         self.terminate();
         assert_eq!(other.leftovers(), before, "{}", self.log());
+    }
+
+    /// Runs SQL on the database of a server that is stopped, and says how many rows it changed.
+    pub async fn sql(&self, text: &str) -> u64 {
+        let options = SqliteConnectOptions::new().filename(self.data_dir.join("emergent.db"));
+        let mut connection = options.connect().await.expect("the database can be opened");
+        let done = sqlx::query(AssertSqlSafe(text.to_owned())).execute(&mut connection).await;
+        connection.close().await.expect("the database can be closed");
+        done.expect("the statement can be run").rows_affected()
     }
 
     /// The server's process.

@@ -49,6 +49,8 @@ error_codes! {
     FileNotFound = "file_not_found", 404;
     /// The HTTP method is not one this address has.
     MethodNotAllowed = "method_not_allowed", 405;
+    /// The client accepts no type that this address answers with.
+    NotAcceptable = "not_acceptable", 406;
     /// The workspace is not in a state that allows this.
     WrongState = "wrong_state", 409;
     /// Somebody else holds or has changed what the request is about.
@@ -75,6 +77,8 @@ error_codes! {
     GitFailed = "git_failed", 422;
     /// A limit on how many may exist or run at once is reached.
     LimitReached = "limit_reached", 429;
+    /// The headers, or the address, are over the limit.
+    HeadersTooLarge = "headers_too_large", 431;
     /// A fault of the server itself.
     Internal = "internal", 500;
     /// The sandbox provider failed; don't retry blindly.

@@ -15,6 +15,7 @@ pub mod id;
 pub mod manager;
 pub mod mcp;
 pub mod names;
+mod object;
 pub mod pool;
 pub mod size;
 pub mod snapshot;

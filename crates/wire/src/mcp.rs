@@ -8,6 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::WorkspaceId;
 use crate::names::names;
+use crate::object::{self, Object};
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::{WORKSPACE_DIR, check_environment};
 use crate::workspace::{
@@ -83,13 +84,18 @@ impl<'de> Deserialize<'de> for McpVolume {
     /// `{"name": …, "path": …}`, or `"name:/path"` as elsewhere.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
+        struct Fields {
+            name: String,
+            path: String,
+        }
+        #[derive(Deserialize)]
         #[serde(untagged)]
         enum Form {
             Text(String),
-            Fields { name: String, path: String },
+            Fields(Object<Fields>),
         }
         match Form::deserialize(deserializer)? {
-            Form::Fields { name, path } => Ok(Self { name, path }),
+            Form::Fields(Object(Fields { name, path })) => Ok(Self { name, path }),
             Form::Text(text) => text.parse().map_err(serde::de::Error::custom),
         }
     }
@@ -143,7 +149,7 @@ pub struct RegisterMcpServer {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<McpVolume>,
     /// What it may use at most; 0.5 CPU, 512M memory and 1G disk unless given.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// What it can reach; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]

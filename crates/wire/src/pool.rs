@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::names::names;
+use crate::object;
 use crate::workspace::{NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits};
 
 names!(
@@ -37,7 +38,7 @@ pub struct PoolShape {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
     /// What each may use at most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// What each can reach; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,6 +51,7 @@ pub struct PoolShape {
 #[serde(deny_unknown_fields)]
 pub struct PoolTarget {
     /// The kinds of spares.
+    #[serde(deserialize_with = "object::list")]
     pub shapes: Vec<PoolShape>,
 }
 

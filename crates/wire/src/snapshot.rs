@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{SnapshotId, WorkspaceId};
 use crate::names::names;
+use crate::object;
 use crate::workspace::{CreateWorkspace, NetworkMode, ProviderName, RequestedLimits, ResourceLimits};
 
 names!(
@@ -101,7 +102,7 @@ pub struct FromSnapshot {
     pub snapshot_id: SnapshotId,
     /// What it may use at most; the disk can't be smaller than the snapshot's, and all of it is as in the snapshot where that
     /// holds memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// Variables that every command in the workspace sees. Sealed at rest, never shown again.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]

@@ -9,6 +9,7 @@ use crate::error::{ErrorCode, ErrorDetail};
 use crate::git_url::check_repository;
 use crate::id::{SessionId, WorkspaceId};
 use crate::names::names;
+use crate::object;
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::check_environment;
 
@@ -244,7 +245,7 @@ pub struct CreateWorkspace {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub security_level: Option<SecurityLevel>,
     /// What it may use at most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// The image; `emergent/workspace:latest` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -99,7 +99,7 @@ pub(super) async fn listen(
     let headers = request.headers();
     refuse_modern(headers)?;
     if !accepts(headers, "text/event-stream") {
-        return Err(refuse(StatusCode::NOT_ACCEPTABLE, "this address gives text/event-stream"));
+        return Err(refuse(ErrorCode::NotAcceptable, "this address gives text/event-stream"));
     }
     let session = session_of(&hosted, headers)?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok()).and_then(|id| {
@@ -110,8 +110,8 @@ pub(super) async fn listen(
         Some((number, event)) => session.stream(number).map(|log| (number, log, Some(event))),
         None => session.stream(STANDALONE).map(|log| (STANDALONE, log, None)),
     };
-    let (number, log, after) = found
-        .ok_or_else(|| refuse(StatusCode::NOT_FOUND, "what this event belonged to is no longer kept"))?;
+    let (number, log, after) =
+        found.ok_or_else(|| refuse(ErrorCode::NotFound, "what this event belonged to is no longer kept"))?;
     let primed = after.is_none() && version_of(headers) >= PRIMES_FROM;
     Ok(reply::session_events(session, number, log, after, primed))
 }
@@ -129,9 +129,9 @@ pub(super) async fn end(
     let headers = request.headers();
     refuse_modern(headers)?;
     match headers.get(SESSION_HEADER).and_then(|id| id.to_str().ok()) {
-        None => Err(refuse(StatusCode::BAD_REQUEST, "the header Mcp-Session-Id is missing")),
+        None => Err(refuse(ErrorCode::BadRequest, "the header Mcp-Session-Id is missing")),
         Some(id) if hosted.sessions.end(id) => Ok(StatusCode::NO_CONTENT.into_response()),
-        Some(_) => Err(refuse(StatusCode::NOT_FOUND, "there is no such session")),
+        Some(_) => Err(refuse(ErrorCode::NotFound, "there is no such session")),
     }
 }
 
@@ -312,13 +312,13 @@ fn session_of(hosted: &Hosted, headers: &HeaderMap) -> Result<Arc<Session>, Refu
         && !LEGACY.contains(&version)
     {
         let text = format!("this protocol version is not known here: {} or {MODERN} are", LEGACY.join(", "));
-        return Err(refuse(StatusCode::BAD_REQUEST, &text));
+        return Err(refuse(ErrorCode::BadRequest, &text));
     }
     let Some(id) = headers.get(SESSION_HEADER).and_then(|id| id.to_str().ok()) else {
         let text = "the header Mcp-Session-Id is missing: begin with initialize";
-        return Err(refuse(StatusCode::BAD_REQUEST, text));
+        return Err(refuse(ErrorCode::BadRequest, text));
     };
-    let missing = || refuse(StatusCode::NOT_FOUND, "there is no such session: begin anew with initialize");
+    let missing = || refuse(ErrorCode::NotFound, "there is no such session: begin anew with initialize");
     hosted.sessions.get(id).ok_or_else(missing)
 }
 
@@ -330,12 +330,12 @@ fn version_of(headers: &HeaderMap) -> &str {
 fn check_types(headers: &HeaderMap) -> Result<(), Refusal> {
     if !accepts(headers, "application/json") || !accepts(headers, "text/event-stream") {
         let text = "a client must accept application/json and text/event-stream";
-        return Err(refuse(StatusCode::NOT_ACCEPTABLE, text));
+        return Err(refuse(ErrorCode::NotAcceptable, text));
     }
     let content = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
     let content = content.split(';').next().unwrap_or_default().trim();
     if !content.eq_ignore_ascii_case("application/json") {
-        return Err(refuse(StatusCode::UNSUPPORTED_MEDIA_TYPE, "messages are application/json"));
+        return Err(refuse(ErrorCode::UnsupportedMediaType, "messages are application/json"));
     }
     Ok(())
 }
@@ -375,8 +375,8 @@ impl IntoResponse for Refusal {
     }
 }
 
-fn refuse(status: StatusCode, text: &str) -> Refusal {
-    Refusal::with((status, text.to_owned()))
+fn refuse(code: ErrorCode, text: &str) -> Refusal {
+    ApiError::new(code, text).into()
 }
 
 /// Clients of the modern era have no sessions to listen to or to end.
@@ -384,8 +384,8 @@ fn refuse_modern(headers: &HeaderMap) -> Result<(), Refusal> {
     if !mcp_modern::header_is_modern(headers) {
         return Ok(());
     }
-    let text = "clients of this era only POST";
-    Err(Refusal::with((StatusCode::METHOD_NOT_ALLOWED, [(header::ALLOW, "POST")], text)))
+    let error = ApiError::new(ErrorCode::MethodNotAllowed, format!("clients of {MODERN} only POST"));
+    Err(Refusal::with(([(header::ALLOW, "POST")], error)))
 }
 
 #[cfg(test)]

@@ -153,7 +153,32 @@ fn api() -> OpenApiRouter<App> {
 pub(crate) fn openapi() -> utoipa::openapi::OpenApi {
     let (_, mut description) = api().merge(ops::open_routes()).split_for_parts();
     description.openapi = utoipa::openapi::OpenApiVersion::Version31;
+    mark_optional_bodies(&mut description);
     description
+}
+
+/// Says which bodies can be left out: an empty one means no fields, so those of which no field is required.
+fn mark_optional_bodies(description: &mut utoipa::openapi::OpenApi) {
+    use utoipa::openapi::{Ref, RefOr, Required, Schema};
+    let components = description.components.clone().unwrap_or_default();
+    let needs_no_field = |schema: &RefOr<Schema>| {
+        let RefOr::Ref(Ref { ref_location, .. }) = schema else {
+            return false;
+        };
+        let name = ref_location.rsplit('/').next().unwrap_or_default();
+        matches!(components.schemas.get(name), Some(RefOr::T(Schema::Object(object))) if object.required.is_empty())
+    };
+    for path in description.paths.paths.values_mut() {
+        for operation in [&mut path.post, &mut path.put].into_iter().flatten() {
+            if let Some(RefOr::T(body)) = &mut operation.request_body
+                && body.content.values().all(|content| {
+                    matches!(content, RefOr::T(content) if content.schema.as_ref().is_some_and(needs_no_field))
+                })
+            {
+                body.required = Some(Required::False);
+            }
+        }
+    }
 }
 
 /// The whole server.

@@ -7,6 +7,7 @@ use std::time::Instant;
 use async_trait::async_trait;
 use axum::body::Body;
 use axum::extract::{Request, State};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use chrono::Utc;
@@ -27,6 +28,9 @@ use super::mcp_endpoint::origin_is_allowed;
 use super::summary::Summarize;
 use crate::audit::Audit;
 use crate::workspace::{Workspaces, error_of, is_mcp_server};
+
+/// The longest refusal of the MCP library that is kept.
+const REFUSAL_BYTES: usize = 64 << 10;
 
 /// The MCP servers of workspaces that somebody uses.
 #[derive(Clone, Default)]
@@ -75,11 +79,33 @@ async fn handle(State(app): State<App>, Id(id): Id<WorkspaceId>, mut request: Re
         return ApiError::new(ErrorCode::Forbidden, message).into_response();
     }
     // It was checked by our own rule.
-    request.headers_mut().remove(axum::http::header::ORIGIN);
+    request.headers_mut().remove(header::ORIGIN);
     match server_of(&app, id).await {
-        Ok(server) => server.handle(request).await.map(Body::new),
+        Ok(server) => with_error_body(server.handle(request).await.map(Body::new)).await,
         Err(error) => ApiError(error).into_response(),
     }
+}
+
+/// Gives a refusal that the MCP library wrote as plain text the body that all failures have.
+async fn with_error_body(response: Response) -> Response {
+    let status = response.status();
+    if !status.is_client_error() || response.headers().contains_key(header::CONTENT_TYPE) {
+        return response;
+    }
+    let allow = response.headers().get(header::ALLOW).cloned();
+    let text = axum::body::to_bytes(response.into_body(), REFUSAL_BYTES).await.unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let code = match status {
+        StatusCode::NOT_FOUND => ErrorCode::NotFound,
+        StatusCode::METHOD_NOT_ALLOWED => ErrorCode::MethodNotAllowed,
+        StatusCode::NOT_ACCEPTABLE => ErrorCode::NotAcceptable,
+        StatusCode::UNSUPPORTED_MEDIA_TYPE => ErrorCode::UnsupportedMediaType,
+        _ => ErrorCode::BadRequest,
+    };
+    let mut refusal = ApiError::new(code, text).into_response();
+    *refusal.status_mut() = status;
+    refusal.headers_mut().extend(allow.map(|value| (header::ALLOW, value)));
+    refusal
 }
 
 /// The MCP server of a workspace; a new one where nobody uses it yet.

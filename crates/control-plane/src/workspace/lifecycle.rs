@@ -101,6 +101,7 @@ impl Workspaces {
         let provider = self.provider_of(record)?;
         let sandbox = provider.resume(&spec).await?;
         self.tell_if_mended(record.workspace.id, &sandbox).await;
+        self.clean_old_clone(record, &sandbox.channel).await;
         Ok(Reached { channel: sandbox.channel, provider: provider.name() })
     }
 
@@ -267,6 +268,7 @@ impl Workspaces {
                 .await
                 .map_err(error_of)?;
         }
+        self.clean_old_clone(record, &channel).await;
         Ok(Reached { channel, provider: provider.name() })
     }
 

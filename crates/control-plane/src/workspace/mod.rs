@@ -9,6 +9,7 @@ mod health;
 mod lifecycle;
 mod live;
 mod memory;
+mod old_clones;
 pub(crate) mod placement;
 pub(crate) mod pool;
 mod quarantine;

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use emergent_store::NewWorkspace;
+use emergent_store::{CREDENTIAL_IN_CLONE, NewWorkspace};
 use emergent_wire::workspace::{Placement, ProviderName, RejectedCandidate};
 use serde_json::{Map, json};
 
@@ -41,12 +41,13 @@ pub(crate) async fn the_migration_removes_credentials_from_stored_urls(db: TestD
     let warnings = Map::from_iter([("warnings".to_owned(), json!([quoted]))]);
     store.merge_metadata(failed, warnings).await.unwrap();
     store.set_error(failed, quoted).await.unwrap();
-    assert_eq!(store.removed_credentials().await.unwrap(), None);
 
     let store = migrate_again(&db).await;
     for (number, id) in ids.iter().enumerate() {
-        let url = store.workspace(*id).await.unwrap().repository_url;
+        let workspace = store.workspace(*id).await.unwrap();
+        let url = workspace.repository_url;
         assert_eq!(url.as_deref(), Some(format!("https://host.example/r{number}").as_str()));
+        assert_eq!(workspace.metadata[CREDENTIAL_IN_CLONE], json!(true));
     }
     let url = store.workspace(query).await.unwrap().repository_url;
     assert_eq!(url.as_deref(), Some("https://host.example/r"));
@@ -56,22 +57,12 @@ pub(crate) async fn the_migration_removes_credentials_from_stored_urls(db: TestD
     assert_eq!(workspace.metadata["error"], clean);
     assert_eq!(workspace.metadata["warnings"], json!([clean]));
     assert_eq!(workspace.placement.unwrap().rejected[0].reason, clean);
-    assert_eq!(store.removed_credentials().await.unwrap(), Some(207));
+    assert_eq!(workspace.metadata.get(CREDENTIAL_IN_CLONE), None, "its clone never had one");
     store.close().await;
     if let Location::Sqlite(path) = &db.location {
         let bytes = fs::read(path).unwrap();
         assert!(!bytes.windows(7).any(|window| window == b"hunter2"), "it is still in the file");
     }
-
-    // Kept over restarts, until somebody was told.
-    let store = db.location.open().await.unwrap();
-    assert_eq!(store.removed_credentials().await.unwrap(), Some(207));
-    store.acknowledge_removed_credentials().await.unwrap();
-    assert_eq!(store.removed_credentials().await.unwrap(), None);
-    store.close().await;
-    // A second run finds nothing.
-    let store = migrate_again(&db).await;
-    assert_eq!(store.removed_credentials().await.unwrap(), None);
 }
 
 pub(crate) async fn rows_without_credentials_are_left_alone(db: TestDb) {
@@ -93,5 +84,8 @@ pub(crate) async fn rows_without_credentials_are_left_alone(db: TestDb) {
     for workspace in kept {
         assert_eq!(store.workspace(workspace.id).await.unwrap(), workspace);
     }
-    assert_eq!(store.removed_credentials().await.unwrap(), Some(1));
+    let clean = format!(
+        "UPDATE agent_workspaces SET branch = branch WHERE id = '{damaged}' AND repository_url = 'https://host.example/r'"
+    );
+    assert_eq!(db.sql(&clean).await, 1);
 }

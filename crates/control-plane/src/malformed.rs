@@ -1,0 +1,134 @@
+//! Error bodies for requests that are not HTTP.
+//!
+//! hyper answers a head that it can't read, or that is too large, by itself, with a status and no body, and closes the connection.
+//! No handler sees such a request. So the stream below hyper recognises these heads and puts our error body after them.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use emergent_wire::error::ErrorBody;
+use emergent_wire::{ErrorCode, ErrorDetail};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+/// The line of a head that says that no body follows.
+const NO_BODY: &[u8] = b"\r\ncontent-length: 0\r\n";
+
+/// What hyper answers by itself.
+const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
+    (b"HTTP/1.1 400 ", ErrorCode::BadRequest, "this is not a request of HTTP/1.1 or HTTP/2"),
+    (
+        b"HTTP/1.1 431 ",
+        ErrorCode::HeadersTooLarge,
+        "the headers or the address are too large: send at most 100 headers of 64 KiB in all",
+    ),
+];
+
+/// A stream that adds an error body to what hyper refuses by itself.
+pub(crate) struct ExplainMalformed<S> {
+    stream: S,
+    /// What is written instead of a head of hyper's, how much of it was written, and how long that head was.
+    instead: Option<(Vec<u8>, usize, usize)>,
+}
+
+impl<S> ExplainMalformed<S> {
+    pub(crate) fn new(stream: S) -> Self {
+        Self { stream, instead: None }
+    }
+}
+
+/// The head with an error body, if it is one that hyper wrote by itself. Answers of handlers are never 400 or 431 without a body.
+fn explained(head: &[u8]) -> Option<Vec<u8>> {
+    let (_, code, message) = REFUSALS.iter().find(|(start, ..)| head.starts_with(start))?;
+    let at = head.windows(NO_BODY.len()).position(|window| window == NO_BODY)?;
+    if !head.ends_with(b"\r\n\r\n") {
+        return None;
+    }
+    let body = serde_json::to_vec(&ErrorBody { error: ErrorDetail::new(*code, *message) }).ok()?;
+    let described = format!("\r\ncontent-type: application/json\r\ncontent-length: {}\r\n", body.len());
+    Some([&head[..at], described.as_bytes(), &head[at + NO_BODY.len()..], &body].concat())
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for ExplainMalformed<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for ExplainMalformed<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = &mut *self;
+        if this.instead.is_none() {
+            this.instead = explained(bytes).map(|text| (text, 0, bytes.len()));
+        }
+        let Some((text, written, length)) = &mut this.instead else {
+            return Pin::new(&mut this.stream).poll_write(context, bytes);
+        };
+        while *written < text.len() {
+            let count = ready!(Pin::new(&mut this.stream).poll_write(context, &text[*written..]))?;
+            if count == 0 {
+                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+            }
+            *written += count;
+        }
+        let length = *length;
+        this.instead = None;
+        Poll::Ready(Ok(length))
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let first = buffers.iter().find(|buffer| !buffer.is_empty());
+        match first {
+            Some(head) if self.instead.is_some() || explained(head).is_some() => {
+                self.poll_write(context, head)
+            }
+            _ => Pin::new(&mut self.stream).poll_write_vectored(context, buffers),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn only_refusals_without_a_body_get_one() {
+        let head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\ndate: x\r\n\r\n";
+        let text = String::from_utf8(explained(head).unwrap()).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        assert!(head.ends_with("\r\ndate: x") && head.contains(&format!("content-length: {}", body.len())));
+        assert_eq!(serde_json::from_str::<ErrorBody>(body).unwrap().error.code, ErrorCode::HeadersTooLarge);
+        for other in [
+            "HTTP/1.1 400 Bad Request\r\ncontent-length: 5\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
+            "HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\nHTTP/1.1",
+        ] {
+            assert_eq!(explained(other.as_bytes()), None);
+        }
+    }
+}
