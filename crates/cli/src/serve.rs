@@ -50,6 +50,9 @@ pub(crate) struct ServeArgs {
     /// Set aside the files of another installation in the data directory, and begin anew (nothing is removed)
     #[arg(long)]
     discard_existing: bool,
+    /// Replace an encryption key that is lost: what was sealed with it (variables of workspaces and MCP servers) is removed
+    #[arg(long)]
+    new_key: bool,
 }
 
 /// Serves until told to stop.
@@ -63,6 +66,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
             (false, true) => Existing::Discard,
             (false, false) => Existing::Refuse,
         },
+        new_key: args.new_key,
     };
     let settings = Settings::load(args.config.as_deref(), &overrides)?;
     start_logging(&settings.log)?;

@@ -54,6 +54,9 @@ pub struct Settings {
     /// How files of another installation in the data directory are treated (`--adopt`, `--discard-existing`).
     #[serde(skip)]
     pub existing: Existing,
+    /// Whether a lost encryption key is replaced by a new one (`--new-key`).
+    #[serde(skip)]
+    pub new_key: bool,
 }
 
 /// How files in the data directory are treated that the database has no record of.
@@ -245,6 +248,7 @@ impl Default for Settings {
             mcp: McpSettings::default(),
             audit: AuditSettings::default(),
             existing: Existing::Refuse,
+            new_key: false,
         }
     }
 }
@@ -312,6 +316,9 @@ pub struct Overrides {
     /// `--adopt` or `--discard-existing`.
     #[serde(skip)]
     pub existing: Existing,
+    /// `--new-key`.
+    #[serde(skip)]
+    pub new_key: bool,
 }
 
 /// Settings that can't be used.
@@ -389,6 +396,7 @@ impl Settings {
             figment.extract().map_err(|error| ConfigError::Invalid(Box::new(error)))?;
         settings.providers.allow_docker |= overrides.allow_docker;
         settings.existing = overrides.existing;
+        settings.new_key = overrides.new_key;
         settings.firecracker.manager.min_free_disk = settings.workspaces.min_free_disk;
         settings.firecracker.manager.disk_overcommit = settings.workspaces.disk_overcommit;
         settings.check()?;

@@ -16,6 +16,7 @@ mod background;
 pub mod config;
 mod connections;
 mod docs_page;
+mod encryption_key;
 mod events;
 mod existing;
 mod firecracker;

@@ -15,18 +15,20 @@ use emergent_providers::{
     ContainerHost, ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider,
     ProviderError, Runtime, SharedProvider,
 };
-use emergent_store::{SealError, SealingKey, Store, StoreConfig, StoreError};
+use emergent_store::{Store, StoreConfig, StoreError};
 use emergent_wire::access::CreateToken;
 use emergent_wire::id::InstallationId;
 use emergent_wire::workspace::WorkspaceStatus;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::fs::Access;
+use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 use secrecy::ExposeSecret;
 use tokio::net::TcpListener;
 
 use crate::audit::Audit;
 use crate::background;
 use crate::config::Settings;
+use crate::encryption_key::{self, KeyError};
 use crate::existing::{self, ExistingError};
 use crate::firecracker::{self, Embedded};
 use crate::http::{self, App};
@@ -42,7 +44,11 @@ const FIRST_TOKEN: &str = "first-start";
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The data directory can't be used.
-    #[error("the data directory {} can't be used: {source}", path.display())]
+    #[error(
+        "the data directory {} can't be used: {source}; the server must be able to write it: run as its owner, or choose another \
+         with --data-dir",
+        path.display()
+    )]
     DataDir {
         /// Where it is.
         path: PathBuf,
@@ -61,8 +67,8 @@ pub enum ServeError {
     #[error("the database can't be used: {}", chain(.0))]
     Store(#[from] StoreError),
     /// The key that secrets are sealed with can't be used.
-    #[error("the encryption key can't be used: {}", chain(.0))]
-    Key(#[from] SealError),
+    #[error("{}", chain(.0))]
+    Key(#[from] KeyError),
     /// The data directory holds the files of another installation.
     #[error(transparent)]
     Existing(#[from] ExistingError),
@@ -85,7 +91,11 @@ fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
-        text = format!("{text}: {cause}");
+        // Some errors repeat their cause.
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
         source = cause.source();
     }
     text
@@ -128,11 +138,7 @@ pub async fn serve(
         StorageError::Store(error) => error.into(),
         other => ServeError::Storage(other.to_string()),
     })?;
-    let key = match &settings.encryption_key {
-        Some(key) => SealingKey::from_hex(key.expose_secret())?,
-        None => SealingKey::load_or_create(&storage.join("encryption-key"))?,
-    };
-    store.check_key(&key).await?;
+    let key = encryption_key::open(&settings, &storage, &store).await?;
     let mut installation = store.installation_id().await?;
     let knows_workspaces = !store.workspaces_in(WorkspaceStatus::ALL).await?.is_empty();
     if let Some(adopted) = existing::check(&storage, installation, knows_workspaces, settings.existing)? {
@@ -216,7 +222,15 @@ fn prepare_data_dir(path: &Path) -> Result<PathBuf, ServeError> {
     let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(failed)?;
     let path = path.canonicalize().map_err(failed)?;
-    let others_may_enter = std::fs::metadata(&path).map_err(failed)?.mode() & 0o077 != 0;
+    rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK).map_err(|errno| failed(errno.into()))?;
+    let metadata = std::fs::metadata(&path).map_err(failed)?;
+    if ![0, geteuid().as_raw()].contains(&metadata.uid()) {
+        tracing::warn!(
+            directory = %path.display(), owner = metadata.uid(),
+            "the data directory belongs to another user, who can read and replace the server's files: change its owner"
+        );
+    }
+    let others_may_enter = metadata.mode() & 0o077 != 0;
     // A directory that somebody else's files are in is not ours to change.
     let is_ours =
         path.join("installation-id").exists() || std::fs::read_dir(&path).map_err(failed)?.next().is_none();

@@ -140,6 +140,12 @@ pub enum StoreError {
     /// The database can be read, if at all, but not written.
     #[error("the database can't be written: it is read-only, or its disk is full")]
     Unwritable(#[source] sqlx::Error),
+    /// The SQLite file is not what SQLite wrote.
+    #[error(
+        "the database file is damaged: restore emergent.db from a backup. Without one, move emergent.db and the files beside it \
+         whose names begin with it away, then start once with --adopt, which keeps the disks of all workspaces"
+    )]
+    DamagedFile(#[source] sqlx::Error),
     /// The database refused or failed.
     #[error("the database failed")]
     Database(#[source] sqlx::Error),
@@ -163,7 +169,7 @@ impl StoreError {
 
     /// Whether the database itself failed, and not what was asked of it.
     pub(crate) fn is_of_database(&self) -> bool {
-        matches!(self, Self::Unavailable(_) | Self::Unwritable(_) | Self::Database(_))
+        matches!(self, Self::Unavailable(_) | Self::Unwritable(_) | Self::DamagedFile(_) | Self::Database(_))
     }
 
     pub(crate) fn no_workspace(id: WorkspaceId) -> Self {
@@ -183,6 +189,7 @@ impl From<sqlx::Error> for StoreError {
                 match Trouble::of(code.as_deref().unwrap_or_default()) {
                     Trouble::Passing => Self::Unavailable(error),
                     Trouble::Unwritable => Self::Unwritable(error),
+                    Trouble::DamagedFile => Self::DamagedFile(error),
                     Trouble::Other => Self::Database(error),
                 }
             }
@@ -197,6 +204,8 @@ enum Trouble {
     Passing,
     /// Somebody must make room, or the file writable.
     Unwritable,
+    /// The file is damaged, or no database.
+    DamagedFile,
     Other,
 }
 
@@ -208,6 +217,8 @@ impl Trouble {
             Some(5 | 6) => return Trouble::Passing,
             // Read-only, input or output failed, full, can't be opened.
             Some(8 | 10 | 13 | 14) => return Trouble::Unwritable,
+            // Malformed, not a database.
+            Some(11 | 26) => return Trouble::DamagedFile,
             Some(_) => return Trouble::Other,
             None => {}
         }

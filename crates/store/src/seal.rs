@@ -39,8 +39,7 @@ const HEADER_BYTES: usize = 1 + KEY_ID_BYTES + NONCE_BYTES;
 pub enum SealError {
     /// The value was sealed with another key.
     #[error(
-        "it was sealed with another key: start the server with the EMERGENT_ENCRYPTION_KEY or key file that it \
-         had before"
+        "it was sealed with another key: start the server with the EMERGENT_ENCRYPTION_KEY or key file that it had before"
     )]
     OtherKey,
     /// The value was changed, or belongs to another row.
@@ -56,8 +55,7 @@ pub enum SealError {
     NotAKey,
     /// The key file has something else in it.
     #[error(
-        "{} is not a key file: it must hold 64 hexadecimal digits; restore it from a backup, or remove it to \
-         have a new key made (what the old one sealed is then lost)",
+        "{} is not a key file: it must hold 64 hexadecimal digits; restore it from a backup",
         .0.display()
     )]
     BadKeyFile(PathBuf),

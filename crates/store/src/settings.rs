@@ -3,7 +3,7 @@
 use emergent_wire::id::InstallationId;
 use uuid::Uuid;
 
-use crate::db::{reading, writing};
+use crate::db::{Lock, in_transaction, reading, writing};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
 use crate::seal::{Place, SealError, SealingKey};
@@ -14,6 +14,7 @@ const KEY_CHECK: &str = "sealing_key_check";
 
 /// What the key check seals: the answer to whether a key is the right one.
 const KEY_CHECK_TEXT: &[u8] = b"emergent";
+const KEY_CHECK_PLACE: Place = Place::new("settings", "value", Uuid::nil());
 
 impl Store {
     /// This installation's id, made at the first call; all callers get the same.
@@ -30,11 +31,39 @@ impl Store {
     /// Refuses a key other than the one that this database's values are sealed with. The first key that comes
     /// is taken for the right one.
     pub async fn check_key(&self, key: &SealingKey) -> Result<()> {
-        let place = Place::new("settings", "value", Uuid::nil());
-        let check = hex::encode(key.seal(place, KEY_CHECK_TEXT));
+        let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
         let check = self.setting_or_insert(KEY_CHECK, &check).await?;
         let check = hex::decode(check).map_err(|error| corrupt(KEY_CHECK, error.to_string()))?;
-        if *key.open(place, &check)? == KEY_CHECK_TEXT { Ok(()) } else { Err(SealError::Damaged.into()) }
+        if *key.open(KEY_CHECK_PLACE, &check)? == KEY_CHECK_TEXT {
+            Ok(())
+        } else {
+            Err(SealError::Damaged.into())
+        }
+    }
+
+    /// Whether there may be values that are sealed with a key.
+    pub async fn has_key(&self) -> Result<bool> {
+        Ok(self.setting(KEY_CHECK).await?.is_some())
+    }
+
+    /// Takes a new key, as the old one is lost: removes what was sealed with it, which are the variables of workspaces and MCP
+    /// servers. Says of how many.
+    pub async fn replace_key(&self, key: &SealingKey) -> Result<u64> {
+        let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
+        in_transaction!(self.db(), Lock::None, |connection| {
+            let removed = sqlx::query(
+                "UPDATE agent_workspaces SET environment_sealed = NULL WHERE environment_sealed IS NOT NULL",
+            )
+            .execute(&mut *connection)
+            .await?
+            .rows_affected();
+            sqlx::query("UPDATE settings SET value = $2 WHERE key = $1")
+                .bind(KEY_CHECK)
+                .bind(check.as_str())
+                .execute(&mut *connection)
+                .await?;
+            Ok(removed)
+        })
     }
 
     /// The value of a setting.

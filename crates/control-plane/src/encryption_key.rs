@@ -1,0 +1,77 @@
+//! The key that secrets are sealed with: found, made at the first start, or replaced by a new one when it is lost.
+//!
+//! A key is made only for a database that has sealed nothing yet. Otherwise a server that lost its key file would make another,
+//! and the right one, when somebody puts it back, would be refused.
+
+use std::path::{Path, PathBuf};
+
+use chrono::Utc;
+use emergent_store::{SealError, SealingKey, Store, StoreError};
+use secrecy::ExposeSecret;
+
+use crate::config::Settings;
+
+/// What an operator without the key can do.
+const NEW_KEY: &str = "If the key is lost: start once with --new-key, which removes what was sealed with it (the variables of \
+                       workspaces and MCP servers) and keeps everything else";
+
+/// Why there is no key to seal with.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyError {
+    /// The file is gone, but values are sealed with its key.
+    #[error(
+        "the encryption key is missing: put {} back from a backup, or set EMERGENT_ENCRYPTION_KEY. {NEW_KEY}",
+        .0.display()
+    )]
+    Missing(PathBuf),
+    /// Values are sealed with another key.
+    #[error(
+        "the encryption key is not the one that the database's values are sealed with: start with the \
+         EMERGENT_ENCRYPTION_KEY, or the key file {}, that the server had before. {NEW_KEY}",
+        .0.display()
+    )]
+    Other(PathBuf),
+    /// The key can't be read or made.
+    #[error("the encryption key can't be used: {0}. {NEW_KEY}")]
+    Unusable(SealError),
+    /// The database can't be asked.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// The key of this installation.
+pub(crate) async fn open(settings: &Settings, storage: &Path, store: &Store) -> Result<SealingKey, KeyError> {
+    let path = storage.join("encryption-key");
+    let key = match &settings.encryption_key {
+        Some(key) => SealingKey::from_hex(key.expose_secret()).map_err(KeyError::Unusable)?,
+        None => {
+            if settings.new_key {
+                set_unusable_file_aside(&path).map_err(KeyError::Unusable)?;
+            }
+            if !path.exists() && store.has_key().await? && !settings.new_key {
+                return Err(KeyError::Missing(path));
+            }
+            SealingKey::load_or_create(&path).map_err(KeyError::Unusable)?
+        }
+    };
+    match store.check_key(&key).await {
+        Ok(()) => {}
+        Err(StoreError::Seal(SealError::OtherKey)) if settings.new_key => {
+            let workspaces = store.replace_key(&key).await?;
+            tracing::warn!(workspaces, "the encryption key is a new one: variables of these are removed");
+        }
+        Err(StoreError::Seal(SealError::OtherKey)) => return Err(KeyError::Other(path)),
+        Err(error) => return Err(error.into()),
+    }
+    Ok(key)
+}
+
+/// Renames a key file that holds no key, so that a new one can be made.
+fn set_unusable_file_aside(path: &Path) -> Result<(), SealError> {
+    if !path.exists() || !matches!(SealingKey::load_or_create(path), Err(SealError::BadKeyFile(_))) {
+        return Ok(());
+    }
+    let aside = path.with_extension(format!("unusable-{}", Utc::now().format("%Y%m%d-%H%M%S")));
+    tracing::warn!(file = %aside.display(), "the key file holds no key: it is renamed");
+    std::fs::rename(path, aside).map_err(|source| SealError::File { path: path.to_owned(), source })
+}
