@@ -25,10 +25,12 @@ start
 while read -r order; do
     case $order in
     start) start ;;
+    STOP | CONT) kill -s "$order" "$engine"; touch "$dir/$order" ;;
     *) kill -s "$order" "$engine"; wait "$engine"; touch "$dir/ended" ;;
     esac
 done
 [ ! -e "$dir/ended" ] || start
+kill -s CONT "$engine"
 for _ in $(seq 100); do docker --host "unix://$dir/docker.sock" version >/dev/null 2>&1 && break; sleep 0.2; done
 docker --host "unix://$dir/docker.sock" ps --all --quiet | xargs -r docker --host "unix://$dir/docker.sock" rm --force >/dev/null 2>&1
 kill -TERM "$engine"
@@ -77,6 +79,25 @@ impl TestEngine {
     pub fn end(&mut self, signal: &str) {
         self.keeper.tell(signal);
         while !self.directory.join("ended").exists() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Makes the engine hang: it takes connections and answers nothing, until [`wake`](Self::wake).
+    pub fn hang(&mut self) {
+        self.signal("STOP");
+    }
+
+    /// Lets the engine go on after [`hang`](Self::hang).
+    pub fn wake(&mut self) {
+        self.signal("CONT");
+    }
+
+    fn signal(&mut self, signal: &str) {
+        let done = self.directory.join(signal);
+        let _ = std::fs::remove_file(&done);
+        self.keeper.tell(signal);
+        while !done.exists() {
             std::thread::sleep(Duration::from_millis(20));
         }
     }

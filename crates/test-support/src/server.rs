@@ -102,7 +102,22 @@ impl TestServer {
         server
     }
 
-    async fn wait_until_ready(&mut self) {
+    /// Waits until it takes requests; it may not be ready for a while.
+    pub async fn wait_until_it_listens(&mut self) {
+        let begun = Instant::now();
+        loop {
+            self.url = self.file("server-url");
+            let live = self.client.get(format!("{}/health/live", self.url)).send().await;
+            if live.is_ok_and(|answer| answer.status() == 200) {
+                return;
+            }
+            assert!(begun.elapsed() < START_TIME, "the server does not listen:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Waits until its first recovery has ended.
+    pub async fn wait_until_ready(&mut self) {
         let begun = Instant::now();
         loop {
             if let Some(status) = self.process.try_wait().expect("the process can be waited for") {

@@ -7,12 +7,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use emergent_providers::{Observed, ObservedState};
+use emergent_providers::{Observed, ObservedState, SharedProvider};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
 use emergent_wire::{ErrorDetail, SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
+use futures_util::future::join_all;
 
 use super::{Workspaces, error_of, placement};
 
@@ -101,17 +102,19 @@ impl Workspaces {
     pub(crate) async fn recover(self: &Arc<Self>) {
         let mut observed = HashMap::new();
         let mut copies = HashMap::new();
-        for provider in self.providers() {
-            match provider.list().await {
+        // All at once: one that hangs keeps nobody waiting for longer than itself.
+        let look = async |provider: &SharedProvider| {
+            (provider.name(), tokio::join!(provider.list(), provider.snapshots()))
+        };
+        for (name, (sandboxes, snapshots)) in join_all(self.providers().iter().map(look)).await {
+            match sandboxes {
                 Ok(found) => {
-                    observed.insert(provider.name(), found);
+                    observed.insert(name, found);
                 }
-                Err(error) => {
-                    tracing::warn!(provider = %provider.name(), %error, "sandboxes can't be listed")
-                }
+                Err(error) => tracing::warn!(provider = %name, %error, "sandboxes can't be listed"),
             }
-            if let Ok(found) = provider.snapshots().await {
-                copies.insert(provider.name(), found);
+            if let Ok(found) = snapshots {
+                copies.insert(name, found);
             }
         }
         if let Err(error) = self.recover_snapshots(copies).await {

@@ -136,6 +136,11 @@ impl Engine {
         self.docker.get_or_try_init(negotiate).await
     }
 
+    /// Checks that the engine answers: one that hangs takes requests all the same, and long ones would wait for [`ACT`].
+    pub(crate) async fn check_answers(&self) -> Result<(), EngineError> {
+        within(ASK, self.docker().await?.ping()).await.map(drop)
+    }
+
     /// What the engine says of itself.
     pub async fn info(&self) -> Result<SystemInfo, EngineError> {
         within(ASK, self.docker().await?.info()).await

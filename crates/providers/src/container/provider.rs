@@ -105,6 +105,7 @@ impl ContainerProvider {
 
     /// Makes the container, and its disk beside it.
     async fn make(&self, spec: &SandboxSpec) -> Result<Ensured, ProviderError> {
+        self.engine.check_answers().await.map_err(|error| self.sort(&error, spec))?;
         if spec.network == NetworkMode::Nat {
             self.network.ensure(&self.engine).await?;
         }
@@ -387,7 +388,7 @@ impl ContainerProvider {
         match error {
             EngineError::Unreachable(_) => ProviderError::Unavailable(text),
             EngineError::TimedOut(seconds) => {
-                ProviderError::TimedOut { what: "the Docker engine", seconds: *seconds }
+                ProviderError::TimedOut { what: "a call to the Docker engine", seconds: *seconds }
             }
             EngineError::NotFound(_) => ProviderError::Gone(text),
             EngineError::Refused(_) => ProviderError::Unacceptable(text),
@@ -623,6 +624,8 @@ impl WorkspaceProvider for ContainerProvider {
         if matches!(error, ProviderError::Unavailable(_) | ProviderError::Gone(_)) {
             return Err(error);
         }
+        // The channel goes through the engine: one that hangs says nothing of the agent.
+        self.engine.check_answers().await.map_err(|error| self.sort(&error, spec))?;
         match self.explain_end(spec.id).await {
             Some(end) => Err(ProviderError::NotRunning(end)),
             None => Err(ProviderError::Unresponsive(error.to_string())),
@@ -712,8 +715,11 @@ impl WorkspaceProvider for ContainerProvider {
     }
 
     async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        let unpaused = self.engine.unpause(&name_of(id)).await;
-        unpaused.map_err(|error| ProviderError::failed("letting the container go on", error))
+        let unpaused = async {
+            self.engine.check_answers().await?;
+            self.engine.unpause(&name_of(id)).await
+        };
+        unpaused.await.map_err(|error| ProviderError::failed("letting the container go on", error))
     }
 
     async fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> Result<(), ProviderError> {
