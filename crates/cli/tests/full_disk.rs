@@ -137,6 +137,66 @@ async fn on_a_full_disk_nothing_is_promised_and_everything_can_be_removed() {
     server.stop();
 }
 
+/// The disk is full at another step each time: of create, write, snapshot, stop, resume and destroy. Each step is done or says that
+/// there is no room, and leaves nothing that a later one trips over.
+#[tokio::test]
+async fn whatever_room_is_left_each_step_is_done_or_refused() {
+    let (server, _images) = on_small_disk(600, &[("WORKSPACE_MIN_FREE_DISK", "32M")]).await;
+    let directory = server.data_dir().to_owned();
+    let id = marked(&server, "gvisor").await;
+    let path = |what: &str| format!("/api/v1/agent/workspaces/{id}/{what}");
+    let done_or_refused = |step: &str, left: u64, answer: emergent_test_support::server::Answer| {
+        let is_done = (200..300).contains(&answer.status);
+        if !is_done {
+            let code = answer.body["error"]["code"].as_str().unwrap_or_default();
+            assert!(
+                ["host_disk_full", "disk_full", "unavailable"].contains(&code),
+                "{step} with {left} MiB: {answer:?}"
+            );
+        }
+        is_done
+    };
+    for left in [0, 1, 5, 20, 32, 33, 36, 40, 60, 150] {
+        fill(&directory, "filler", left);
+        let asked =
+            json!({ "provider": "gvisor", "network": "isolated", "resource_limits": { "disk": "128M" } });
+        let created = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+        let new = created.body["id"].as_str().map(str::to_owned);
+        if done_or_refused("create", left, created) {
+            let new = new.unwrap();
+            server.request("DELETE", &format!("/api/v1/agent/workspaces/{new}"), None).await.ok();
+        }
+        let content = "x".repeat(6 << 20);
+        let written = server.tool(&id, "write", json!({ "file_path": "large", "content": content })).await;
+        let is_written = done_or_refused("write", left, written);
+        let copied = server.request("POST", &path("snapshot"), Some(json!({}))).await;
+        let copy = copied.body["id"].as_str().map(str::to_owned);
+        if done_or_refused("snapshot", left, copied) {
+            let copy = format!("/api/v1/agent/workspaces/snapshots/{}", copy.unwrap());
+            server.request("DELETE", &copy, None).await.ok();
+        }
+        done_or_refused("stop", left, server.request("POST", &path("stop"), None).await);
+        done_or_refused("resume", left, server.request("POST", &path("resume"), None).await);
+        std::fs::remove_file(directory.join("filler")).unwrap();
+        wait_for("it is ready again", &server, async || {
+            let _ = server.request("POST", &path("resume"), None).await;
+            workspace(&server, &id).await["status"] == "ready"
+        })
+        .await;
+        assert_eq!(server.bash(&id, "cat mark").await, "mine\n", "with {left} MiB");
+        if is_written {
+            assert_eq!(
+                server.bash(&id, "wc -c < large").await,
+                format!("{}\n", content.len()),
+                "with {left} MiB"
+            );
+        }
+        server.bash(&id, "rm -f large; sync .").await;
+    }
+    server.destroy(&id).await;
+    server.stop();
+}
+
 #[tokio::test]
 async fn who_fills_the_disk_is_stopped_and_its_neighbours_are_not() {
     let (server, _images) = on_small_disk(900, &[]).await;

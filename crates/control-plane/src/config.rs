@@ -15,6 +15,8 @@ use figment::providers::{Env, Format, Serialized, Toml};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
 
+/// The least that can be kept free on the host's disk: room for the journals of file systems and for the database.
+const MIN_FREE_DISK: ByteSize = ByteSize::mib(32);
 /// The shortest time after which an unused workspace can be stopped.
 const MIN_IDLE_SECONDS: u64 = 10;
 
@@ -414,6 +416,9 @@ impl Settings {
         if !MAX_TASKS.contains(&self.workspaces.max_tasks) {
             let (least, most) = (MAX_TASKS.start(), MAX_TASKS.end());
             return refuse(&format!("workspaces.max_tasks must be from {least} to {most}"));
+        }
+        if self.workspaces.min_free_disk < MIN_FREE_DISK {
+            return refuse(&format!("workspaces.min_free_disk must be at least {MIN_FREE_DISK}"));
         }
         if self.workspaces.disk_overcommit == 0 {
             return refuse("workspaces.disk_overcommit must be at least 1");

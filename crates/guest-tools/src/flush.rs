@@ -20,7 +20,7 @@ pub(crate) fn soon(file: File) {
         None => file,
     };
     // The content is in its place already: a failure shows with the next write.
-    let _ = left.sync_data();
+    let _ = left.sync_all();
 }
 
 /// Starts the thread that flushes; none when the sandbox has no room for one.
@@ -28,7 +28,7 @@ fn start() -> Option<SyncSender<File>> {
     let (sender, receiver) = sync_channel::<File>(MAX_WAITING);
     let flush = move || {
         for file in receiver {
-            let _ = file.sync_data();
+            let _ = file.sync_all();
         }
     };
     std::thread::Builder::new().name("flush".to_owned()).stack_size(STACK_BYTES).spawn(flush).ok()?;

@@ -145,7 +145,7 @@ impl FileWriter {
     /// Puts the file in its place.
     pub fn commit(mut self) -> Result<WriteAnswer, ErrorDetail> {
         self.place(None)?;
-        Ok(self.answer())
+        self.answer()
     }
 
     /// Puts the file in its place if what is there is still what was there at `expected` (none: no file).
@@ -154,22 +154,24 @@ impl FileWriter {
         mut self,
         expected: Option<Version>,
     ) -> Result<Option<WriteAnswer>, ErrorDetail> {
-        Ok(self.place(Some(expected))?.then(|| self.answer()))
+        if self.place(Some(expected))? { self.answer().map(Some) } else { Ok(None) }
     }
 
-    fn answer(&mut self) -> WriteAnswer {
-        if self.written < FLUSHED_FROM_BYTES
-            && let Ok(file) = self.file.get_ref().try_clone()
-        {
+    /// Writes the file's new name through to the disk, and says what was written.
+    fn answer(&mut self) -> Result<WriteAnswer, ErrorDetail> {
+        if self.written >= FLUSHED_FROM_BYTES {
+            let synced = self.file.get_ref().sync_all();
+            synced.map_err(|error| io_error("keep", &self.location.path, &error))?;
+        } else if let Ok(file) = self.file.get_ref().try_clone() {
             flush::soon(file);
         }
-        WriteAnswer {
+        Ok(WriteAnswer {
             success: true,
             file_path: self.path().display().to_string(),
             bytes_written: self.written,
             created: self.existing.is_none(),
             sha256: hex_digest(std::mem::take(&mut self.hasher)),
-        }
+        })
     }
 
     /// Replaces what is there; false if that is not what was expected.

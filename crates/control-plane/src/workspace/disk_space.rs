@@ -184,8 +184,16 @@ impl Workspaces {
 
     /// Refuses what needs room on a host that has none.
     pub(crate) fn refuse_if_disk_is_full(&self) -> Result<(), ErrorDetail> {
+        self.refuse_without_room_for(0)
+    }
+
+    /// Refuses what takes so many bytes, if the disk would be full then. A sandbox does not always hear that the host had no room
+    /// for what it has written: gVisor reports success for an fsync that failed.
+    pub(super) fn refuse_without_room_for(&self, bytes: u64) -> Result<(), ErrorDetail> {
         match self.scarcest_disk() {
-            Some(scarcest) if self.disk_space.level_of(scarcest.free) == Level::Full => {
+            Some(scarcest)
+                if self.disk_space.level_of(scarcest.free.saturating_sub(bytes)) == Level::Full =>
+            {
                 let message = format!(
                     "the host's disk is full: {}. Nothing was changed; destroy workspaces or snapshots that are not needed, then \
                      retry",

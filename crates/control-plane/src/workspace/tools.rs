@@ -284,7 +284,7 @@ impl Workspaces {
     ) -> Result<WriteAnswer, ErrorDetail> {
         request.validate()?;
         let content = decode(request.content, request.encoding)?;
-        self.refuse_if_disk_is_full()?;
+        self.refuse_without_room_for(content.len() as u64)?;
         let message = GuestCall::Write(WriteCall { file_path: request.file_path });
         let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
         let written = async {
