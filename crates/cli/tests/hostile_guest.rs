@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::time::Duration;
 
 use emergent_test_support::microvm::Microvms;
 use emergent_test_support::server::{TestServer, run};
@@ -83,36 +82,23 @@ impl Outside {
     }
 }
 
-/// A workspace works: commands, the agent's own tools, and the search process.
-async fn assert_works(server: &TestServer, id: &str) {
-    assert_eq!(server.bash(id, "cat /workspace/mark").await, "mine\n");
-    let found = server.tool(id, "grep", json!({ "pattern": "^mine$" })).await.ok();
-    assert_eq!(found["matches"][0]["line"], "mine", "{found}");
-}
-
-async fn marked(server: &TestServer, request: serde_json::Value) -> String {
-    let id = server.create(request).await;
-    server.tool(&id, "write", json!({ "file_path": "mark", "content": "mine\n" })).await.ok();
-    id
-}
-
 /// Runs the attempts against the agent's binaries on one provider.
 async fn the_guest_agent_cannot_be_rewritten(server: &mut TestServer, request: serde_json::Value) {
-    let neighbour = marked(server, request.clone()).await;
-    let attacker = marked(server, request.clone()).await;
+    let neighbour = server.create_marked(request.clone()).await;
+    let attacker = server.create_marked(request.clone()).await;
     let outside = Outside::look(server);
     let asked = json!({ "command": REWRITE_AGENT, "timeout_ms": 120_000 });
     server.tool(&attacker, "bash", asked).await.ok();
     outside.assert_unchanged(server, "rewriting the agent");
-    assert_works(server, &neighbour).await;
-    let later = marked(server, request.clone()).await;
-    assert_works(server, &later).await;
+    server.assert_works(&neighbour).await;
+    let later = server.create_marked(request.clone()).await;
+    server.assert_works(&later).await;
     server.kill();
     server.start_again().await;
     outside.assert_unchanged(server, "a restart of the server");
-    assert_works(server, &neighbour).await;
-    let after_restart = marked(server, request).await;
-    assert_works(server, &after_restart).await;
+    server.assert_works(&neighbour).await;
+    let after_restart = server.create_marked(request).await;
+    server.assert_works(&after_restart).await;
     for id in [neighbour, attacker, later, after_restart] {
         server.destroy(&id).await;
     }
@@ -182,7 +168,7 @@ async fn an_installation_of_an_older_version_is_checked_and_healed_at_the_start(
 #[tokio::test]
 async fn files_of_the_data_directory_are_private() {
     let server = TestServer::start(BINARY).await;
-    let id = marked(&server, json!({ "provider": "gvisor", "network": "isolated" })).await;
+    let id = server.create_marked(json!({ "provider": "gvisor", "network": "isolated" })).await;
     let snapshot = format!("/api/v1/agent/workspaces/{id}/snapshot");
     let made = server.request("POST", &snapshot, Some(json!({}))).await.ok();
     let directory = server.data_dir().to_string_lossy().into_owned();
@@ -197,37 +183,12 @@ async fn files_of_the_data_directory_are_private() {
     server.stop();
 }
 
-/// The longest that removing a workspace may take, whatever runs in it.
-const DESTROY_TIME: Duration = Duration::from_secs(30);
-
-async fn destroy_in_time(server: &TestServer, id: &str) {
-    let destroyed = tokio::time::timeout(DESTROY_TIME, server.destroy(id)).await;
-    assert!(destroyed.is_ok(), "it took more than {} s:\n{}", DESTROY_TIME.as_secs(), server.log());
-}
-
-/// Waits until a workspace works again after a fork bomb. Until then other commands may be killed with the bomb, and gVisor itself
-/// may crash under it (`sandbox_lost`) and be started again.
-async fn wait_until_it_works(server: &TestServer, id: &str) {
-    let recovers = async {
-        loop {
-            let read = server.tool(id, "bash", json!({ "command": "cat /workspace/mark" })).await;
-            let found = server.tool(id, "grep", json!({ "pattern": "^mine$" })).await;
-            let is_found = found.body["matches"][0]["line"] == "mine";
-            if read.body["exit_code"] == 0 && read.body["stdout"] == "mine\n" && is_found {
-                return;
-            }
-        }
-    };
-    let recovered = tokio::time::timeout(Duration::from_secs(150), recovers).await;
-    assert!(recovered.is_ok(), "it does not work again:\n{}", server.log());
-}
-
 /// A fork bomb is contained: its own workspace and its neighbour answer, and it can be destroyed while it rages.
 async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Value) {
-    let neighbour = marked(server, request.clone()).await;
+    let neighbour = server.create_marked(request.clone()).await;
     let mut small = request.clone();
     small["resource_limits"]["cpu"] = json!("0.5");
-    let bombed = marked(server, small.clone()).await;
+    let bombed = server.create_marked(small.clone()).await;
     let bomb = json!({ "command": ":(){ :|:& };:; sleep 100", "timeout_ms": 100_000 });
     let answer = server.tool(&bombed, "bash", bomb.clone()).await;
     if answer.status == 200 {
@@ -237,19 +198,19 @@ async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Valu
         assert_eq!(request["provider"], "gvisor", "{}", answer.body);
         assert_eq!(answer.error(502), "sandbox_lost");
     }
-    wait_until_it_works(server, &bombed).await;
+    server.wait_until_it_works(&bombed).await;
     // One that hides from its command, and is never waited for.
     let hidden = ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' &";
     server.tool(&bombed, "bash", json!({ "command": hidden, "background": true })).await.ok();
-    assert_works(server, &neighbour).await;
-    wait_until_it_works(server, &bombed).await;
-    destroy_in_time(server, &bombed).await;
+    server.assert_works(&neighbour).await;
+    server.wait_until_it_works(&bombed).await;
+    server.destroy_in_time(&bombed).await;
     // While it rages.
-    let raging = marked(server, small).await;
+    let raging = server.create_marked(small).await;
     let asked = json!({ "command": bomb["command"], "background": true });
     server.tool(&raging, "bash", asked).await.ok();
-    destroy_in_time(server, &raging).await;
-    assert_works(server, &neighbour).await;
+    server.destroy_in_time(&raging).await;
+    server.assert_works(&neighbour).await;
     server.destroy(&neighbour).await;
 }
 
@@ -288,7 +249,7 @@ async fn processes_that_shed_their_command_end_with_its_time_out() {
 async fn a_sandbox_whose_agent_was_stopped_is_started_again() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
-        let id = marked(&server, json!({ "provider": provider, "network": "isolated" })).await;
+        let id = server.create_marked(json!({ "provider": provider, "network": "isolated" })).await;
         let stopped = json!({ "command": "kill -STOP 1; sleep 1", "timeout_ms": 5000 });
         let _ = server.tool(&id, "bash", stopped).await;
         let answer = server.tool(&id, "bash", json!({ "command": "cat mark" })).await.ok();
@@ -312,8 +273,8 @@ async fn files_outside_the_workspace_are_limited() {
         let request = json!({
             "provider": provider, "network": "isolated", "resource_limits": { "disk": "64M" }
         });
-        let neighbour = marked(&server, request.clone()).await;
-        let filler = marked(&server, request).await;
+        let neighbour = server.create_marked(request.clone()).await;
+        let filler = server.create_marked(request).await;
         for command in [
             "head -c 30000000000 /dev/zero > /var/big",
             "exec 3> /var/big; rm /var/big; head -c 30000000000 /dev/zero >&3",
@@ -327,11 +288,11 @@ async fn files_outside_the_workspace_are_limited() {
                 call.body
             );
             assert_eq!(call.error(502), "sandbox_lost");
-            assert_works(&server, &filler).await;
+            server.assert_works(&filler).await;
             assert!(server.bash(&filler, "ls /var/big 2>&1 || true").await.contains("No such"));
-            assert_works(&server, &neighbour).await;
+            server.assert_works(&neighbour).await;
         }
-        destroy_in_time(&server, &filler).await;
+        server.destroy_in_time(&filler).await;
         server.destroy(&neighbour).await;
     }
     server.stop();

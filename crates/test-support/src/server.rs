@@ -21,6 +21,9 @@ use crate::sse::EventReader;
 /// A server that has not answered by then never will.
 const START_TIME: Duration = Duration::from_secs(60);
 
+/// The longest that removing a workspace may take, whatever runs in it.
+const DESTROY_TIME: Duration = Duration::from_secs(30);
+
 /// A running server.
 pub struct TestServer {
     binary: PathBuf,
@@ -416,6 +419,55 @@ impl TestServer {
     pub async fn turn_pool_off(&self) {
         self.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [] }))).await.ok();
         self.wait_for_pool(0).await;
+    }
+
+    /// Creates a workspace with a file in it, which [`assert_works`](Self::assert_works) reads.
+    pub async fn create_marked(&self, request: Value) -> String {
+        let id = self.create(request).await;
+        self.tool(&id, "write", json!({ "file_path": "mark", "content": "mine\n" })).await.ok();
+        id
+    }
+
+    /// Asserts that a marked workspace works: commands, the agent's own tools, and the search process.
+    pub async fn assert_works(&self, id: &str) {
+        assert_eq!(self.bash(id, "cat /workspace/mark").await, "mine\n");
+        let found = self.tool(id, "grep", json!({ "pattern": "^mine$" })).await.ok();
+        assert_eq!(found["matches"][0]["line"], "mine", "{found}");
+    }
+
+    /// Waits until a marked workspace works again after an attack on itself. Until then its calls may fail: its commands may be
+    /// killed with the attack, and its sandbox be started again.
+    pub async fn wait_until_it_works(&self, id: &str) {
+        let recovers = async {
+            loop {
+                let read = self.tool(id, "bash", json!({ "command": "cat /workspace/mark" })).await;
+                let found = self.tool(id, "grep", json!({ "pattern": "^mine$" })).await;
+                let is_found = found.body["matches"][0]["line"] == "mine";
+                if read.body["exit_code"] == 0 && read.body["stdout"] == "mine\n" && is_found {
+                    return;
+                }
+            }
+        };
+        let recovered = tokio::time::timeout(Duration::from_secs(150), recovers).await;
+        assert!(recovered.is_ok(), "it does not work again:\n{}", self.log());
+    }
+
+    /// Destroys a workspace, whatever runs in it, within the time that is promised for that.
+    pub async fn destroy_in_time(&self, id: &str) {
+        let destroyed = tokio::time::timeout(DESTROY_TIME, self.destroy(id)).await;
+        assert!(destroyed.is_ok(), "it took more than {} s:\n{}", DESTROY_TIME.as_secs(), self.log());
+    }
+
+    /// Memory that the server takes, in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("its memory");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") * 1024
+    }
+
+    /// Files and connections that the server has open.
+    pub fn open_files(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.pid())).expect("it runs").count()
     }
 
     /// Destroys a workspace.

@@ -65,16 +65,24 @@ impl Machine {
         let append = append.replace("pci=off", "") + " no_timer_check rdinit=/double/init";
         let mut qemu = child(&settings.qemu);
         qemu.current_dir(root);
-        qemu.args(["-accel", "tcg", "-M", "q35,memory-backend=memory", "-nodefaults", "-no-user-config"])
-            .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
-            .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
-            .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
-            .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
-            .arg("-kernel")
-            .arg(&kernel)
-            .arg("-initrd")
-            .arg(&initrd)
-            .args(["-append", append.trim()]);
+        // Little memory for translated code: a microVM's group has room for Firecracker, which has none.
+        qemu.args([
+            "-accel",
+            "tcg,tb-size=32",
+            "-M",
+            "q35,memory-backend=memory",
+            "-nodefaults",
+            "-no-user-config",
+        ])
+        .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
+        .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
+        .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
+        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
+        .arg("-kernel")
+        .arg(&kernel)
+        .arg("-initrd")
+        .arg(&initrd)
+        .args(["-append", append.trim()]);
         for (number, drive) in plan.drives.iter().enumerate() {
             let path = inside(&drive["path_on_host"])?;
             let read_only = if drive["is_read_only"] == true { ",readonly=on" } else { "" };
