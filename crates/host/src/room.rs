@@ -4,6 +4,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// With fewer free inodes a disk counts as full.
+const MIN_FREE_INODES: u64 = 2000;
+
 /// How much of the host's disk sandboxes may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoomRules {
@@ -112,9 +115,12 @@ impl Drop for Part {
     }
 }
 
-/// Free bytes on the disk of a directory.
+/// Free bytes on the disk of a directory; none where hardly a file can be made for want of inodes.
 pub fn free_bytes(directory: &Path) -> io::Result<u64> {
-    Ok(rustix::fs::statvfs(directory).map(|stat| stat.f_bavail * stat.f_frsize)?)
+    let stat = rustix::fs::statvfs(directory)?;
+    // Some file systems do not count inodes.
+    let has_inodes = stat.f_files == 0 || stat.f_favail >= MIN_FREE_INODES;
+    Ok(if has_inodes { stat.f_bavail * stat.f_frsize } else { 0 })
 }
 
 fn no_room(message: String) -> io::Error {

@@ -16,6 +16,8 @@ use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, openat, statat};
 const MAX_DEPTH: usize = 256;
 /// The bytes of a block, as files count them.
 const BLOCK_BYTES: u64 = 512;
+/// What a file counts at least, also an empty one: the disk has only so many inodes.
+const FILE_BYTES: u64 = 4096;
 
 /// Bytes that a directory takes. Stops counting once there are more than `enough`.
 pub fn tree_bytes(directory: &Path, enough: u64) -> io::Result<u64> {
@@ -66,7 +68,7 @@ impl Walk {
     fn count(&mut self, stat: &rustix::fs::Stat) {
         let is_directory = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
         if is_directory || stat.st_nlink as u64 == 1 || self.linked.insert(stat.st_ino as u64) {
-            self.taken = self.taken.saturating_add(stat.st_blocks as u64 * BLOCK_BYTES);
+            self.taken = self.taken.saturating_add((stat.st_blocks as u64 * BLOCK_BYTES).max(FILE_BYTES));
         }
     }
 }
@@ -115,6 +117,9 @@ mod tests {
         let taken = tree_bytes(directory.path(), u64::MAX).unwrap();
         assert!((1 << 20..2 << 20).contains(&taken), "{taken}");
         assert!(tree_bytes(directory.path(), 1000).unwrap() > 1000);
+        (0..512).for_each(|number| fs::write(below.join(number.to_string()), "").unwrap());
+        let with_empty = tree_bytes(directory.path(), u64::MAX).unwrap();
+        assert!(with_empty >= taken + (2 << 20), "empty files count too: {with_empty}");
         assert!(tree_bytes(&directory.path().join("gone"), 1).is_err());
     }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use bollard::models::{ImageConfig, SystemInfo};
+use bollard::models::{ContainerInspectResponse, ContainerStateStatusEnum, ImageConfig, SystemInfo};
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
 use emergent_wire::workspace::{
@@ -399,6 +399,13 @@ impl ContainerProvider {
     }
 }
 
+/// Whether the engine is removing a container, which can't be started any more.
+fn is_being_removed(container: &ContainerInspectResponse) -> bool {
+    use ContainerStateStatusEnum::{DEAD, REMOVING};
+    let status = container.state.as_ref().and_then(|state| state.status);
+    matches!(status, Some(REMOVING | DEAD))
+}
+
 fn missing_runtime(reason: &str) -> String {
     format!(
         "{GVISOR_MISSING}: {reason}. Run `emergent doctor` for how to fix it, or `make setup`, which installs it"
@@ -568,7 +575,13 @@ impl WorkspaceProvider for ContainerProvider {
 
     async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let name = name_of(spec.id);
-        let disk = match self.engine.inspect(&name).await {
+        let mut found = self.engine.inspect(&name).await;
+        if found.as_ref().is_ok_and(is_being_removed) {
+            // Begun by a call that did not wait for its end: a layer of many files takes the engine long to remove.
+            self.engine.remove(&name).await.map_err(|error| self.sort(&error, spec))?;
+            found = self.engine.inspect(&name).await;
+        }
+        let disk = match found {
             Ok(found) if found.state.as_ref().and_then(|state| state.running) == Some(true) => {
                 let channel = self.open_channel(spec).await?;
                 return Ok(self.sandbox(spec, channel, Ensured::Whole).await);
