@@ -2,7 +2,6 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use emergent_test_support::server::{TestServer, run};
@@ -12,21 +11,6 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-
-/// Starts a server that should refuse, and gives what it says.
-fn refusal(server: &TestServer, more: &[&str]) -> String {
-    let output = Command::new(BINARY)
-        .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
-        .arg(server.data_dir())
-        .args(more)
-        .env_remove("DATABASE_URL")
-        .env("EMERGENT_FIRECRACKER", "false")
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    assert!(!output.status.success(), "it should have refused: {output:?}");
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
 
 fn disks(server: &TestServer) -> Vec<String> {
     let entries = std::fs::read_dir(server.data_dir().join("disks")).into_iter().flatten().flatten();
@@ -49,12 +33,12 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
     for name in &database {
         let _ = std::fs::rename(server.data_dir().join(name), aside.join(name));
     }
-    let said = refusal(&server, &[]);
+    let said = server.refusal(&[]);
     for part in ["holds 2 files of workspaces", "Nothing was changed", "--adopt", "--discard-existing"] {
         assert!(said.contains(part), "{said}");
     }
     // Again: the new, empty database is there by now.
-    assert!(refusal(&server, &[]).contains("Nothing was changed"));
+    assert!(server.refusal(&[]).contains("Nothing was changed"));
     assert_eq!(disks(&server), before);
     // The right database is put back.
     for name in &database {

@@ -4,8 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::os::unix::fs::chown;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use emergent_test_support::server::{TestServer, run};
 use serde_json::json;
@@ -13,21 +12,6 @@ use serde_json::json;
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 /// The database's files.
 const DATABASE: [&str; 3] = ["emergent.db", "emergent.db-wal", "emergent.db-shm"];
-
-/// Starts a server that should refuse, and gives what it says.
-fn refusal(data_dir: &Path) -> String {
-    let output = Command::new("timeout")
-        .args(["60", BINARY, "serve", "--listen", "127.0.0.1:0", "--data-dir"])
-        .arg(data_dir)
-        .env_remove("DATABASE_URL")
-        .env("EMERGENT_FIRECRACKER", "false")
-        .stdin(Stdio::null())
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert_eq!(output.status.code(), Some(1), "it should have refused: {said}");
-    said
-}
 
 /// A stopped server with a workspace that has a file and a variable, and a copy of its database and key.
 struct Installation {
@@ -74,7 +58,7 @@ impl Installation {
             disks + &run("docker", &["ps", "--filter", &label, "--format", "{{.Names}} {{.ID}}"])
         };
         let before = look();
-        let said = refusal(self.server.data_dir());
+        let said = self.server.refusal(&[]);
         for part in parts {
             assert!(said.contains(part), "it should say '{part}':\n{said}");
         }

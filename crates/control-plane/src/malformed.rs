@@ -11,14 +11,14 @@ use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The line of a head that says that no body follows.
-const NO_BODY: &[u8] = b"\r\ncontent-length: 0\r\n";
+/// How a head without a body begins that hyper writes by itself, after its first line. Those of handlers have other headers first.
+const NO_BODY: &[u8] = b"connection: close\r\ncontent-length: 0\r\n";
 
 /// What hyper answers by itself.
 const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
-    (b"HTTP/1.1 400 ", ErrorCode::BadRequest, "this is not a request of HTTP/1.1 or HTTP/2"),
+    (b"HTTP/1.1 400 Bad Request\r\n", ErrorCode::BadRequest, "this is not a request of HTTP/1.1 or HTTP/2"),
     (
-        b"HTTP/1.1 431 ",
+        b"HTTP/1.1 431 Request Header Fields Too Large\r\n",
         ErrorCode::HeadersTooLarge,
         "the headers or the address are too large: send at most 100 headers of 64 KiB in all",
     ),
@@ -37,16 +37,18 @@ impl<S> ExplainMalformed<S> {
     }
 }
 
-/// The head with an error body, if it is one that hyper wrote by itself. Answers of handlers are never 400 or 431 without a body.
+/// The head with an error body, if it is one that hyper wrote by itself.
 fn explained(head: &[u8]) -> Option<Vec<u8>> {
-    let (_, code, message) = REFUSALS.iter().find(|(start, ..)| head.starts_with(start))?;
-    let at = head.windows(NO_BODY.len()).position(|window| window == NO_BODY)?;
-    if !head.ends_with(b"\r\n\r\n") {
+    let (rest, line, code, message) = REFUSALS.iter().find_map(|(line, code, message)| {
+        Some((head.strip_prefix(*line)?.strip_prefix(NO_BODY)?, *line, *code, *message))
+    })?;
+    if !rest.ends_with(b"\r\n\r\n") {
         return None;
     }
-    let body = serde_json::to_vec(&ErrorBody { error: ErrorDetail::new(*code, *message) }).ok()?;
-    let described = format!("\r\ncontent-type: application/json\r\ncontent-length: {}\r\n", body.len());
-    Some([&head[..at], described.as_bytes(), &head[at + NO_BODY.len()..], &body].concat())
+    let body = serde_json::to_vec(&ErrorBody { error: ErrorDetail::new(code, message) }).ok()?;
+    let described =
+        format!("connection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n", body.len());
+    Some([line, described.as_bytes(), rest, &body].concat())
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for ExplainMalformed<S> {
@@ -126,7 +128,9 @@ mod tests {
         for other in [
             "HTTP/1.1 400 Bad Request\r\ncontent-length: 5\r\n\r\n",
             "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
-            "HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\nHTTP/1.1",
+            "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\nHTTP/1.1",
+            // Of a hosted MCP server.
+            "HTTP/1.1 400 Bad Request\r\nx-request-id: 1\r\ncontent-length: 0\r\n\r\n",
         ] {
             assert_eq!(explained(other.as_bytes()), None);
         }

@@ -188,6 +188,24 @@ impl TestServer {
         self.wait_until_ready().await;
     }
 
+    /// Starts it again where it should refuse to, with more arguments; gives what it says.
+    pub fn refusal(&self, flags: &[&str]) -> String {
+        let output = Command::new("timeout")
+            .arg("60")
+            .arg(&self.binary)
+            .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
+            .arg(&self.data_dir)
+            .args(flags)
+            .env_remove("DATABASE_URL")
+            .env("EMERGENT_FIRECRACKER", "false")
+            .stdin(Stdio::null())
+            .output()
+            .expect("the program starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "it should have refused: {said}");
+        said
+    }
+
     /// Starts it again with more variables, without waiting: it may not live long enough to be ready.
     pub fn start_again_unattended(&mut self, more: &[(&str, &str)]) {
         let mut environment = self.environment.clone();
