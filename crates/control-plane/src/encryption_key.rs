@@ -11,7 +11,7 @@ use secrecy::ExposeSecret;
 
 use crate::config::Settings;
 
-/// What an operator without the key can do.
+/// Advice for an operator who has lost the key.
 const NEW_KEY: &str = "If the key is lost: start once with --new-key, which removes what was sealed with it (the variables of \
                        workspaces and MCP servers) and keeps everything else";
 

@@ -161,7 +161,7 @@ async fn serve_stream(
     let service = hyper::service::service_fn(move |request: Request<Incoming>| {
         answer(router.clone(), Arc::clone(&answering), request)
     });
-    let io = TokioIo::new(ExplainMalformed::new(StallGuard::new(stream, write_time)));
+    let io = TokioIo::new(ExplainMalformed::new(StallGuard::new(stream, write_time), Arc::clone(connection)));
     let served = watcher.watch(builder.serve_connection_with_upgrades(io, service).into_owned());
     tokio::select! {
         served = served => served.map_err(|error| error.to_string()),

@@ -2,19 +2,25 @@
 //!
 //! hyper answers a head that it can't read, or that is too large, by itself, with a status and no body, and closes the connection.
 //! No handler sees such a request. So the stream below hyper recognises these heads and puts our error body after them.
+//!
+//! Invariant: only the first answer of a connection is looked at, and only if no handler has been asked yet. Later bytes may be the
+//! content of a file, which a guest can make look like such a head: changing them would let it forge the next answer.
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::connections::Connection;
+
 /// How a head without a body begins that hyper writes by itself, after its first line. Those of handlers have other headers first.
 const NO_BODY: &[u8] = b"connection: close\r\ncontent-length: 0\r\n";
 
-/// What hyper answers by itself.
+/// The first lines of hyper's own answers, and our errors for them.
 const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
     (b"HTTP/1.1 400 Bad Request\r\n", ErrorCode::BadRequest, "this is not a request of HTTP/1.1 or HTTP/2"),
     (
@@ -27,13 +33,29 @@ const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
 /// A stream that adds an error body to what hyper refuses by itself.
 pub(crate) struct ExplainMalformed<S> {
     stream: S,
-    /// What is written instead of a head of hyper's, how much of it was written, and how long that head was.
-    instead: Option<(Vec<u8>, usize, usize)>,
+    connection: Arc<Connection>,
+    /// The answer that is being written in place of hyper's.
+    replacement: Option<Replacement>,
+}
+
+/// An answer with a body, in place of a head without one.
+struct Replacement {
+    text: Vec<u8>,
+    /// Bytes of the text that were written.
+    written: usize,
+    /// Bytes of the head that hyper wants to write.
+    head_bytes: usize,
 }
 
 impl<S> ExplainMalformed<S> {
-    pub(crate) fn new(stream: S) -> Self {
-        Self { stream, instead: None }
+    pub(crate) fn new(stream: S, connection: Arc<Connection>) -> Self {
+        Self { stream, connection, replacement: None }
+    }
+
+    /// The answer to write in place of these bytes, if they are a head of hyper's own.
+    fn replacement_of(&self, bytes: &[u8]) -> Option<Replacement> {
+        let text = (!self.connection.has_asked()).then(|| explained(bytes)).flatten()?;
+        Some(Replacement { text, written: 0, head_bytes: bytes.len() })
     }
 }
 
@@ -68,10 +90,10 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ExplainMalformed<S> {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = &mut *self;
-        if this.instead.is_none() {
-            this.instead = explained(bytes).map(|text| (text, 0, bytes.len()));
+        if this.replacement.is_none() {
+            this.replacement = this.replacement_of(bytes);
         }
-        let Some((text, written, length)) = &mut this.instead else {
+        let Some(Replacement { text, written, head_bytes }) = &mut this.replacement else {
             return Pin::new(&mut this.stream).poll_write(context, bytes);
         };
         while *written < text.len() {
@@ -81,9 +103,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ExplainMalformed<S> {
             }
             *written += count;
         }
-        let length = *length;
-        this.instead = None;
-        Poll::Ready(Ok(length))
+        let head_bytes = *head_bytes;
+        this.replacement = None;
+        Poll::Ready(Ok(head_bytes))
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -101,7 +123,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ExplainMalformed<S> {
     ) -> Poll<io::Result<usize>> {
         let first = buffers.iter().find(|buffer| !buffer.is_empty());
         match first {
-            Some(head) if self.instead.is_some() || explained(head).is_some() => {
+            Some(head) if self.replacement.is_some() || self.replacement_of(head).is_some() => {
                 self.poll_write(context, head)
             }
             _ => Pin::new(&mut self.stream).poll_write_vectored(context, buffers),
@@ -116,7 +138,29 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ExplainMalformed<S> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
+    use crate::connections::Connections;
+
+    /// A guest controls the content of files, and a client may read them over a connection that it goes on using.
+    #[tokio::test]
+    async fn the_bytes_of_an_answer_are_never_changed() {
+        let head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\ndate: x\r\n\r\n";
+        for has_asked in [false, true] {
+            let connections = Arc::new(Connections::default());
+            let place = connections.admit(None).unwrap();
+            let asked = has_asked.then(|| place.connection().begin_request());
+            drop(asked);
+            let (mut client, server) = tokio::io::duplex(4096);
+            let mut server = ExplainMalformed::new(server, Arc::clone(place.connection()));
+            server.write_all(head).await.unwrap();
+            drop(server);
+            let mut got = Vec::new();
+            client.read_to_end(&mut got).await.unwrap();
+            assert_eq!(got == head, has_asked, "{}", String::from_utf8_lossy(&got));
+        }
+    }
 
     #[test]
     fn only_refusals_without_a_body_get_one() {

@@ -161,7 +161,7 @@ impl FileWriter {
     fn answer(&mut self) -> Result<WriteAnswer, ErrorDetail> {
         if self.written >= FLUSHED_FROM_BYTES {
             let synced = self.file.get_ref().sync_all();
-            synced.map_err(|error| io_error("keep", &self.location.path, &error))?;
+            synced.map_err(|error| io_error("flush", &self.location.path, &error))?;
         } else if let Ok(file) = self.file.get_ref().try_clone() {
             flush::soon(file);
         }

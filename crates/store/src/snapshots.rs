@@ -90,11 +90,27 @@ fn missing(id: SnapshotId) -> StoreError {
 impl Store {
     /// Writes down that a snapshot is about to be made.
     pub async fn insert_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot> {
+        let inserted = self.insert(new, SnapshotStatus::Creating, Some(self.server())).await?;
+        inserted.ok_or_else(|| StoreError::Conflict { kind: "snapshot", name: new.id.to_string() })
+    }
+
+    /// Writes down that files without a row are set aside under this id; false if that was written down before.
+    pub async fn insert_quarantined(&self, new: &NewSnapshot) -> Result<bool> {
+        Ok(self.insert(new, SnapshotStatus::Quarantined, None).await?.is_some())
+    }
+
+    /// Inserts a row, unless there is one with this id.
+    async fn insert(
+        &self,
+        new: &NewSnapshot,
+        status: SnapshotStatus,
+        owner: Option<ServerId>,
+    ) -> Result<Option<Snapshot>> {
         writing!(self.db(), |connection| {
             let row = sqlx::query(concat!(
                 "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
                      resource_limits, memory, status, owner, created_at)
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, 'creating', $9, $10) RETURNING ",
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO NOTHING RETURNING ",
                 columns!()
             ))
             .bind(DbUuid(new.id.0))
@@ -105,11 +121,12 @@ impl Store {
             .bind(new.network.as_str())
             .bind(Json(&new.limits))
             .bind(new.memory)
-            .bind(DbUuid(self.server().0))
+            .bind(status.as_str())
+            .bind(owner.map(|owner| DbUuid(owner.0)))
             .bind(DbTime::new(new.created_at))
-            .fetch_one(&mut *connection)
+            .fetch_optional(&mut *connection)
             .await?;
-            Ok(SnapshotRecord::from_row(&row)?.snapshot)
+            row.map(|row| SnapshotRecord::from_row(&row).map(|record| record.snapshot)).transpose()
         })
     }
 
@@ -127,30 +144,6 @@ impl Store {
             .await?;
             Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
         })
-    }
-
-    /// Writes down that files without a row are set aside under this id; false if that was written down before.
-    pub async fn insert_quarantined(&self, new: &NewSnapshot) -> Result<bool> {
-        let inserted = writing!(self.db(), |connection| {
-            sqlx::query(
-                "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
-                     resource_limits, memory, status, created_at)
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, 'quarantined', $9) ON CONFLICT (id) DO NOTHING",
-            )
-            .bind(DbUuid(new.id.0))
-            .bind(DbUuid(new.workspace_id.0))
-            .bind(new.provider.as_str())
-            .bind(new.description.as_deref().map(clean))
-            .bind(clean(&new.image))
-            .bind(new.network.as_str())
-            .bind(Json(&new.limits))
-            .bind(new.memory)
-            .bind(DbTime::new(new.created_at))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
-        Ok(inserted == 1)
     }
 
     /// Files are in quarantine: what they take, and the limits of a workspace that can be made of them.

@@ -13,7 +13,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::App;
 use super::error::ApiError;
-use super::extract::Params;
+use super::extract::{Params, page_limit};
 use crate::workspace::error_of;
 
 /// Which calls to list.
@@ -46,10 +46,7 @@ pub(super) async fn list(
     State(app): State<App>,
     Params(params): Params<AuditParams>,
 ) -> Result<Json<AuditPage>, ApiError> {
-    let limit = params.limit.unwrap_or(100);
-    if !(1..=500).contains(&limit) {
-        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
-    }
+    let limit = page_limit(params.limit)?;
     let outcome = params.outcome.map(|text| text.parse::<AuditOutcome>()).transpose();
     let filter = AuditFilter {
         workspace_id: params.workspace_id,

@@ -63,6 +63,20 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     }
 }
 
+/// How many rows a page has when nobody says.
+const DEFAULT_PAGE: u32 = 100;
+/// How many rows a page has at most.
+const MAX_PAGE: u32 = 500;
+
+/// The number of rows of a page that was asked for.
+pub(crate) fn page_limit(asked: Option<u32>) -> Result<u32, ApiError> {
+    let limit = asked.unwrap_or(DEFAULT_PAGE);
+    if (1..=MAX_PAGE).contains(&limit) {
+        return Ok(limit);
+    }
+    Err(ApiError::new(ErrorCode::BadRequest, format!("limit must be from 1 to {MAX_PAGE}")))
+}
+
 /// An id in the path; one that is none names nothing.
 pub(crate) struct Id<T>(pub(crate) T);
 

@@ -6,20 +6,17 @@ use axum::http::{HeaderMap, StatusCode};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
 use emergent_wire::workspace::Workspace;
-use emergent_wire::{ErrorCode, SnapshotId, WorkspaceId};
+use emergent_wire::{SnapshotId, WorkspaceId};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
 use super::access::Caller;
 use super::error::ApiError;
-use super::extract::{Body, Id, Params};
+use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun};
 use super::workspaces::{finish, finish_create, prefers_async};
 use crate::workspace::error_of;
-
-/// Snapshots on one page when the caller does not say.
-const DEFAULT_PAGE: u32 = 100;
 
 /// Copy a workspace's files.
 ///
@@ -80,10 +77,7 @@ pub(super) async fn list(
     State(app): State<App>,
     Params(params): Params<ListParams>,
 ) -> Result<Json<SnapshotList>, ApiError> {
-    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
-    if !(1..=500).contains(&limit) {
-        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
-    }
+    let limit = page_limit(params.limit)?;
     let page = app.workspaces.store.snapshots(params.workspace_id, params.cursor.as_deref(), limit).await;
     Ok(Json(page.map_err(error_of)?))
 }
@@ -136,10 +130,7 @@ pub(super) async fn list_quarantine(
     State(app): State<App>,
     Params(params): Params<QuarantineParams>,
 ) -> Result<Json<SnapshotList>, ApiError> {
-    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
-    if !(1..=500).contains(&limit) {
-        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
-    }
+    let limit = page_limit(params.limit)?;
     let page = app.workspaces.store.quarantined_snapshots(params.cursor.as_deref(), limit).await;
     Ok(Json(page.map_err(error_of)?))
 }

@@ -19,12 +19,9 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::access::{Caller, workspace_route};
 use super::error::ApiError;
-use super::extract::{Body, Id, Params};
+use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun, IdempotencyKey};
 use crate::workspace::{Creation, error_of, is_mcp_server};
-
-/// Workspaces on one page when the caller does not say.
-const DEFAULT_PAGE: u32 = 100;
 
 /// The switch that turns workspaces off.
 pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
@@ -144,10 +141,7 @@ pub(super) async fn list(
     State(app): State<App>,
     Params(params): Params<ListParams>,
 ) -> Result<Json<WorkspaceList>, ApiError> {
-    let limit = params.limit.unwrap_or(DEFAULT_PAGE);
-    if !(1..=500).contains(&limit) {
-        return Err(ApiError::new(ErrorCode::BadRequest, "limit must be from 1 to 500"));
-    }
+    let limit = page_limit(params.limit)?;
     let filter = WorkspaceFilter {
         container_type: params.container_type,
         provider: params.provider,

@@ -85,7 +85,7 @@ impl Workspaces {
         settings: Settings,
         providers: Vec<SharedProvider>,
     ) -> Arc<Self> {
-        // Whoever adopts files knows that they are orphans.
+        // Adopted files are orphans on purpose: they need no grace period.
         let grace =
             if settings.existing == Existing::Adopt { 0 } else { settings.workspaces.orphan_grace_seconds };
         let quarantine = Quarantine::new(Duration::from_secs(grace));
