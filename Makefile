@@ -61,7 +61,7 @@ conformance: setup-test ## The official MCP conformance suites alone (`unit` run
 	@cargo nextest run --locked -p emergent --test mcp_conformance $(ARGS)
 
 ##@ Measure it
-.PHONY: bench load crashes
+.PHONY: bench load crashes neighbours
 bench: setup build ## The promises of SPECIFICATION.md as ratios, measured here and now
 	@cargo run --release --locked -p xtask -- bench $(ARGS)
 
@@ -70,6 +70,9 @@ load: setup build ## 50 workspaces at once, from create to destroy; says what is
 
 crashes: setup build ## An MCP server that crashes 1,000 times; says how soon it is back and what is left
 	@cargo run --release --locked -p xtask -- crashes $(ARGS)
+
+neighbours: setup build ## A fork bomb, a memory hog and a disk filler beside a workspace in use; says how slow it gets
+	@cargo run --release --locked -p xtask -- neighbours $(ARGS)
 
 ##@ Make parts of it
 .PHONY: setup setup-test build openapi clean help

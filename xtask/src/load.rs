@@ -178,13 +178,13 @@ async fn create_and_use(server: &TestServer, options: &Options) -> Result<(Strin
     Ok((id, create, command))
 }
 
-async fn destroy(server: &TestServer, id: &str) -> Result<Duration> {
+pub(crate) async fn destroy(server: &TestServer, id: &str) -> Result<Duration> {
     let begun = Instant::now();
     success(server.request("DELETE", &format!("{WORKSPACES}/{id}"), None).await)?;
     Ok(begun.elapsed())
 }
 
-fn success(answer: Answer) -> Result<Value> {
+pub(crate) fn success(answer: Answer) -> Result<Value> {
     if !(200..300).contains(&answer.status) {
         bail!("{} {}", answer.status, answer.body);
     }

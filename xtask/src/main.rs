@@ -3,6 +3,7 @@
 mod bench;
 mod crashes;
 mod load;
+mod neighbours;
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -28,6 +29,8 @@ enum Task {
     Load(load::Options),
     /// Crash a hosted MCP server again and again; say how soon it is back and what is left
     Crashes(crashes::Options),
+    /// Run a fork bomb, a memory hog and a disk filler; say how much slower another workspace's calls are
+    Neighbours(neighbours::Options),
 }
 
 fn main() -> Result<ExitCode> {
@@ -36,6 +39,7 @@ fn main() -> Result<ExitCode> {
         Task::Bench(options) => bench::run(&options),
         Task::Load(options) => load::run(&options),
         Task::Crashes(options) => crashes::run(&options),
+        Task::Neighbours(options) => neighbours::run(&options),
     }
 }
 

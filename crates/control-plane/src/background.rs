@@ -12,7 +12,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::audit::Audit;
 use crate::audit_retention;
 use crate::http::App;
-use crate::workspace::{HEALTH_EVERY, Workspaces, pool, recovery, servers, sweep, usage};
+use crate::workspace::{HEALTH_EVERY, Workspaces, cpu_fairness, pool, recovery, servers, sweep, usage};
 
 /// Idle workspaces are looked for at least this often.
 const LOOK_FOR_IDLE_EVERY: Duration = Duration::from_secs(30);
@@ -62,6 +62,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         let every = Duration::from_secs(seconds).div_f64(4.0).min(LOOK_FOR_IDLE_EVERY);
         tasks.spawn(each(every, all(), |all| async move { all.sweep_idle().await }));
     }
+    tasks.spawn(each(cpu_fairness::SAMPLE_EVERY, all(), |all| async move { all.share_cpus().await }));
     tasks.spawn(all().guard_disk_space());
     tasks.spawn(recover(all(), app.clone()));
     tasks.spawn(host_mcp_servers(app.clone()));

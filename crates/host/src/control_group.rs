@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-const ROOT: &str = "/sys/fs/cgroup";
+pub(crate) const ROOT: &str = "/sys/fs/cgroup";
 /// How long killed processes may take to be gone.
 const END_TIME: Duration = Duration::from_secs(8);
 /// How often they are looked for meanwhile: their end is told to their parents alone.
@@ -33,15 +33,7 @@ impl ControlGroup {
 
     /// `groups` is what `/proc/PID/cgroup` says, of either version.
     fn find(root: &Path, groups: &str, name: &str) -> Option<Self> {
-        let own = |controller: &str| {
-            groups.lines().find_map(|line| {
-                let mut fields = line.splitn(3, ':');
-                let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-                let is_named = Path::new(path).file_name()?.to_str()?.contains(name);
-                let is_it = controllers.split(',').any(|one| one == controller);
-                (is_it && is_named && !name.is_empty()).then(|| path.trim_start_matches('/').to_owned())
-            })
-        };
+        let own = |controller: &str| own_path(groups, name, controller);
         let first = ["pids", "memory"].into_iter().find_map(|controller| {
             let directory = root.join(controller).join(own(controller)?);
             directory.join("cgroup.procs").exists().then_some(directory)
@@ -99,6 +91,18 @@ impl ControlGroup {
         collect(&self.directory, &mut found);
         found
     }
+}
+
+/// The path of the group that a process is in, from `/proc/PID/cgroup` and for one controller (version 2: the empty name). None
+/// unless the group's name holds `name`.
+pub(crate) fn own_path(groups: &str, name: &str, controller: &str) -> Option<String> {
+    groups.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        let is_named = Path::new(path).file_name()?.to_str()?.contains(name);
+        let is_it = controllers.split(',').any(|one| one == controller);
+        (is_it && is_named && !name.is_empty()).then(|| path.trim_start_matches('/').to_owned())
+    })
 }
 
 /// The processes of a group and of those below it.

@@ -4,6 +4,7 @@
 
 pub mod control_group;
 pub mod copy;
+pub mod cpu_group;
 pub mod ext4;
 pub mod files;
 pub mod firewall;

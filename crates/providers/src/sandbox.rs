@@ -7,6 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use emergent_guest_client::{CallError, GuestClient};
 use emergent_guest_protocol::{BashCall, Configuration, GuestCall, WriteCall};
+use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::tools::{BashAnswer, BashRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest, WriteAnswer};
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, ContainerType, DiskQuota, NetworkMode, ProviderName, ResourceLimits,
@@ -254,6 +255,11 @@ pub trait WorkspaceProvider: Send + Sync {
     /// How many processes of a sandbox something outside has ended for want of memory: what its agent can't know.
     fn oom_kills(&self, _id: WorkspaceId) -> u64 {
         0
+    }
+
+    /// The CPU settings of sandboxes that run on this host, where they can be changed.
+    fn cpu_groups(&self) -> Vec<(WorkspaceId, CpuGroup)> {
+        Vec::new()
     }
 
     /// Everything there is that carries this installation's id.

@@ -111,6 +111,7 @@ impl Supervisor {
             return Ok(None);
         }
         let live = workspaces.live(id);
+        live.note_mcp_server();
         let _changing = live.changing.lock().await;
         let reached = match live.reached() {
             Some(reached) => reached,

@@ -6,6 +6,7 @@
 //! channel away ([`Live::close_if_idle`]) knows that none has begun.
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,8 @@ pub(crate) struct Live {
     operations: StdMutex<VecDeque<Operation>>,
     /// Why this server ended the sandbox, and when.
     ended: StdMutex<Option<(Instant, String)>>,
+    /// The sandbox runs a hosted MCP server, whose requests are not counted as calls.
+    hosts_mcp_server: AtomicBool,
 }
 
 /// What is remembered of a command in the background, to say whether it ran out of memory.
@@ -52,6 +55,8 @@ struct Traffic {
     reached: Option<Reached>,
     /// Calls in progress.
     calls: usize,
+    /// Calls that were ever begun.
+    begun: u64,
     /// The host has ended a process of the sandbox: calls look first whether it should be started again.
     damaged: bool,
     /// A use that was not yet written down.
@@ -99,6 +104,7 @@ impl Live {
         }
         let reached = traffic.open_channel()?;
         traffic.calls += 1;
+        traffic.begun += 1;
         drop(traffic);
         Some((reached, Busy(Arc::clone(self))))
     }
@@ -146,6 +152,20 @@ impl Live {
     pub(super) fn last_end(&self) -> Option<String> {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         ended.as_ref().filter(|(at, _)| at.elapsed() < END_IS_NEWS).map(|(_, why)| why.clone())
+    }
+
+    pub(crate) fn note_mcp_server(&self) {
+        self.hosts_mcp_server.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn hosts_mcp_server(&self) -> bool {
+        self.hosts_mcp_server.load(Ordering::Relaxed)
+    }
+
+    /// Calls that were ever begun, and calls in progress.
+    pub(crate) fn call_counts(&self) -> (u64, usize) {
+        let traffic = self.traffic();
+        (traffic.begun, traffic.calls)
     }
 
     /// Calls in progress.

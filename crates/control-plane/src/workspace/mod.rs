@@ -1,6 +1,7 @@
 //! Workspaces: where they are placed, how they live, how tools reach them, and how a crash heals.
 
 mod clock;
+pub(crate) mod cpu_fairness;
 mod create;
 mod disk_space;
 #[cfg(test)]
@@ -37,6 +38,7 @@ use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use crate::config::{Existing, Settings};
 use crate::events::Events;
 use clock::Clock;
+use cpu_fairness::CpuFairness;
 pub(crate) use create::Creation;
 use disk_space::DiskSpace;
 pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
@@ -75,6 +77,7 @@ pub(crate) struct Workspaces {
     pub(crate) events: Events,
     disk_space: DiskSpace,
     quarantine: Quarantine,
+    cpu_fairness: CpuFairness,
     clock: Clock,
 }
 
@@ -102,6 +105,7 @@ impl Workspaces {
             events: Events::default(),
             disk_space,
             quarantine,
+            cpu_fairness: CpuFairness::default(),
             clock: Clock::start(),
         })
     }

@@ -4,12 +4,17 @@ use std::fs;
 use std::io;
 
 use emergent_host::control_group::ControlGroup;
+use emergent_host::cpu_group::CpuGroup;
 use rustix::process::{Pid, Signal, kill_process};
+
+use super::spec::CPU_SHARES;
 
 /// What is known of a container's processes while it runs.
 #[derive(Clone, Debug)]
 pub(crate) struct ContainerProcesses {
     pub(crate) group: ControlGroup,
+    /// None where the kernel or the server's rights do not allow it.
+    pub(crate) cpu: Option<CpuGroup>,
     pub(crate) shim: Option<Shim>,
 }
 
@@ -25,7 +30,16 @@ impl ContainerProcesses {
     pub(crate) fn of(pid: i64, container: &str) -> Option<Self> {
         let group = ControlGroup::of(pid, container)?;
         let parent = parent_of(pid).map(|pid| Shim { pid, container: container.to_owned() });
-        Some(Self { group, shim: parent.filter(Shim::is_there) })
+        let cpu = CpuGroup::of(pid, container, CPU_SHARES);
+        Some(Self { group, cpu, shim: parent.filter(Shim::is_there) })
+    }
+
+    /// Kills all of them. Processes need CPU time to end, so a sandbox in the background is taken back first.
+    pub(crate) fn kill(&self) -> io::Result<()> {
+        if let Some(cpu) = &self.cpu {
+            let _ = cpu.set_background(false, false);
+        }
+        self.group.kill()
     }
 }
 

@@ -12,6 +12,7 @@ use async_trait::async_trait;
 use bollard::models::{ContainerInspectResponse, ContainerStateStatusEnum, ImageConfig, SystemInfo};
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
+use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::workspace::{
     AvailableResources, Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName,
 };
@@ -291,7 +292,7 @@ impl ContainerProvider {
             return Ok(());
         };
         let shim = known.shim.clone();
-        on_disk("killing the sandbox's processes", move || known.group.kill()).await?;
+        on_disk("killing the sandbox's processes", move || known.kill()).await?;
         let name = name_of(id);
         if self.engine.wait_until_ended(&name, NOTICE_TIME).await {
             return Ok(());
@@ -783,6 +784,10 @@ impl WorkspaceProvider for ContainerProvider {
         }
         let error = state.error.filter(|error| !error.is_empty()).map(|error| format!(": {error}"));
         Some(format!("its container ended with code {code}{}", error.unwrap_or_default()))
+    }
+
+    fn cpu_groups(&self) -> Vec<(WorkspaceId, CpuGroup)> {
+        self.processes().iter().filter_map(|(id, known)| Some((*id, known.cpu.clone()?))).collect()
     }
 
     fn oom_kills(&self, id: WorkspaceId) -> u64 {

@@ -36,7 +36,7 @@ const GVISOR_TASKS_EACH: u32 = 4;
 /// Files outside the volumes may take this much even where the disk is smaller.
 const LEAST_ROOT_LIMIT: ByteSize = ByteSize::mib(256);
 /// CPU time is shared by weight where there is not enough: the server, the engine and other programs (1024) come first.
-const CPU_WEIGHT: i64 = 256;
+pub(crate) const CPU_SHARES: u32 = 256;
 /// What building and installing software needs; everything else is dropped.
 const CAPABILITIES: [&str; 9] =
     ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE"];
@@ -77,7 +77,7 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
         memory: Some(memory),
         // Equal to memory: no swap.
         memory_swap: Some(memory),
-        cpu_shares: Some(CPU_WEIGHT),
+        cpu_shares: Some(i64::from(CPU_SHARES)),
         pids_limit: Some(i64::from(host_tasks(spec.max_tasks, around.runtime.is_some()))),
         security_opt: Some(vec!["no-new-privileges".to_owned()]),
         cap_drop: Some(vec!["ALL".to_owned()]),
