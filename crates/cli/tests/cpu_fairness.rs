@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use emergent_test_support::server::{TestServer, run};
@@ -29,12 +29,12 @@ fn cpu_group(workspace: &str) -> PathBuf {
     }
 }
 
-fn is_background(group: &PathBuf) -> bool {
+fn is_background(group: &Path) -> bool {
     std::fs::read_to_string(group.join("cpu.idle")).unwrap().trim() == "1"
 }
 
 /// Whether the group has a quarter of the default weight, in either version of control groups.
-fn has_own_weight(group: &PathBuf) -> bool {
+fn has_own_weight(group: &Path) -> bool {
     let weight = |file: &str| std::fs::read_to_string(group.join(file));
     weight("cpu.shares")
         .or_else(|_| weight("cpu.weight"))
@@ -42,14 +42,9 @@ fn has_own_weight(group: &PathBuf) -> bool {
 }
 
 /// Calls the workspace in use until each group is as wanted.
-async fn use_until(
-    server: &TestServer,
-    in_use: &str,
-    groups: &[PathBuf],
-    is_as_wanted: fn(&PathBuf) -> bool,
-) {
+async fn use_until(server: &TestServer, in_use: &str, groups: &[PathBuf], is_as_wanted: fn(&Path) -> bool) {
     let waited = async {
-        while !groups.iter().all(is_as_wanted) {
+        while !groups.iter().all(|group| is_as_wanted(group)) {
             server.assert_works(in_use).await;
         }
     };
