@@ -56,6 +56,13 @@ async fn a_repository_is_checked_out_before_the_workspace_is_ready_and_work_goes
     git(&server, id, json!({ "action": "pull" })).await;
     assert!(server.bash(id, "cat src/lib.rs").await.contains("    2\n"));
 
+    // An identity that the repository has is kept.
+    server.bash(id, "git config user.name Ann && git config user.email ann@example.com && touch new").await;
+    let made = git(&server, id, json!({ "action": "commit", "message": "Add a file" })).await;
+    assert_eq!(made["commits"][0]["author_email"], "ann@example.com", "{made}");
+    let committer = server.bash(id, "git log -1 --format='%cn <%ce>'").await;
+    assert_eq!(committer, "Ann <ann@example.com>\n");
+
     // What is refused says why, and costs nothing.
     repository.git(&["config", "receive.denyDeletes", "true"]);
     repository.git(&["config", "core.hooksPath", "/nonexistent"]);

@@ -215,6 +215,7 @@ fn log(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
 
 fn commit(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
     agent.disk.refuse_if_full(agent)?;
+    let git = &git.with_identity();
     match &request.files {
         None => git.output(&["add", "--all", "--", "."])?,
         Some(files) => {
@@ -248,7 +249,8 @@ fn pull(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
         arguments.push(remote);
     }
     arguments.extend(request.branch.as_deref());
-    let output = git.output_with_errors(&arguments)?;
+    // A pull may make a merge commit.
+    let output = git.with_identity().output_with_errors(&arguments)?;
     Ok(GitAnswer { output: Some(output), status: Some(status(git)?), ..GitAnswer::default() })
 }
 

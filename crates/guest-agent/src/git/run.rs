@@ -18,8 +18,10 @@ use crate::spawn::Input;
 
 /// What is kept of git's output: enough for a status of thousands of files.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
-/// Who commits when no other identity is known.
-const IDENTITY: (&str, &str) = ("Emergent Agent", "agent@emergent.local");
+/// The author and committer of commits where neither git's configuration nor the environment names one.
+const FALLBACK_IDENTITY: [(&str, &str); 2] = [("NAME", "Emergent Agent"), ("EMAIL", "agent@emergent.local")];
+/// The keys of git's configuration that name an author or a committer.
+const IDENTITY_KEYS: &str = r"^(user|author|committer)\.(name|email)$";
 
 /// git in a directory.
 pub(super) struct Git {
@@ -27,6 +29,8 @@ pub(super) struct Git {
     call: Arc<Call>,
     program: PathBuf,
     pub(super) directory: PathBuf,
+    /// Variables for the parts of an identity that are not configured.
+    identity: BTreeMap<String, String>,
 }
 
 impl Git {
@@ -38,7 +42,8 @@ impl Git {
                 "the image has no git: install it, or use an image that has it",
             )
         })?;
-        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory })
+        let identity = BTreeMap::new();
+        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory, identity })
     }
 
     /// The same in another directory.
@@ -48,7 +53,16 @@ impl Git {
             call: Arc::clone(&self.call),
             program: self.program.clone(),
             directory: directory.to_owned(),
+            identity: self.identity.clone(),
         }
+    }
+
+    /// The same, able to commit: the fallback identity fills what nobody has set.
+    pub(super) fn with_identity(&self) -> Self {
+        // Fails when no key is set.
+        let keys = self.output(&["config", "--name-only", "--get-regexp", IDENTITY_KEYS]).unwrap_or_default();
+        let identity = missing_identity(&String::from_utf8_lossy(&keys), &self.agent.environment());
+        Self { identity, ..self.at(&self.directory) }
     }
 
     /// What git printed, when it succeeded.
@@ -125,12 +139,31 @@ impl Git {
         set("GIT_EDITOR", "true");
         set("GIT_OPTIONAL_LOCKS", "0");
         set("LC_ALL", "C.UTF-8");
-        for role in ["AUTHOR", "COMMITTER"] {
-            set(&format!("GIT_{role}_NAME"), IDENTITY.0);
-            set(&format!("GIT_{role}_EMAIL"), IDENTITY.1);
-        }
+        environment.extend(self.identity.clone());
         environment
     }
+}
+
+/// The variables that give the author and the committer what neither the set `keys` of git's configuration nor the
+/// `environment` gives them.
+fn missing_identity(keys: &str, environment: &BTreeMap<String, String>) -> BTreeMap<String, String> {
+    let is_set = |section: &str, field: &str| {
+        let key = format!("{section}.{field}").to_lowercase();
+        keys.lines().any(|line| line == key)
+    };
+    let mut missing = BTreeMap::new();
+    for role in ["AUTHOR", "COMMITTER"] {
+        for (field, fallback) in FALLBACK_IDENTITY {
+            let variable = format!("GIT_{role}_{field}");
+            // git takes the variable EMAIL where nothing else names one.
+            let in_environment =
+                environment.contains_key(&variable) || (field == "EMAIL" && environment.contains_key(field));
+            if !in_environment && !is_set("user", field) && !is_set(role, field) {
+                missing.insert(variable, fallback.to_owned());
+            }
+        }
+    }
+    missing
 }
 
 #[derive(Default)]
@@ -174,4 +207,25 @@ fn failure(arguments: &[&str], captured: &Captured) -> ErrorDetail {
         ""
     };
     ErrorDetail::new(ErrorCode::GitFailed, format!("git {action} failed: {words}{hint}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn missing(keys: &str, variables: &[&str]) -> Vec<String> {
+        let environment = variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())).collect();
+        missing_identity(keys, &environment).into_keys().collect()
+    }
+
+    #[test]
+    fn the_fallback_identity_fills_only_what_nobody_has_set() {
+        let all = ["GIT_AUTHOR_EMAIL", "GIT_AUTHOR_NAME", "GIT_COMMITTER_EMAIL", "GIT_COMMITTER_NAME"];
+        assert_eq!(missing("", &[]), all);
+        assert_eq!(missing("user.name\nuser.email\n", &[]), [""; 0]);
+        assert_eq!(missing("user.name\n", &[]), ["GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"]);
+        assert_eq!(missing("author.name\nauthor.email\n", &[]), all[2..]);
+        assert_eq!(missing("", &["GIT_AUTHOR_NAME", "EMAIL"]), ["GIT_COMMITTER_NAME"]);
+        assert_eq!(missing("", &all), [""; 0]);
+    }
 }
