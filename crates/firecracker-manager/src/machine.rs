@@ -315,7 +315,11 @@ impl Manager {
                     vmm.start().await?;
                     failpoint!("manager.machine_started");
                     match tokio::time::timeout(within, ready.accept()).await {
-                        Ok(_) => {}
+                        Ok(accepted) => {
+                            accepted.map_err(|error| {
+                                ManagerError::failed("waiting for the guest agent", error)
+                            })?;
+                        }
                         Err(_) => return Err(self.late("the start of the guest agent", within, machine)),
                     }
                 }

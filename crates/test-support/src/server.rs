@@ -279,8 +279,7 @@ impl TestServer {
         let filter = format!("label=emergent.installation={id}");
         let mut found = Vec::new();
         let mut list = |kind: &str, program: &str, arguments: &[&str]| {
-            let output = Command::new(program).args(arguments).output().expect("the program starts");
-            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            let text = run(program, arguments);
             found.extend(
                 text.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("{kind} {line}")),
             );
@@ -290,15 +289,12 @@ impl TestServer {
         list("network", "docker", &["network", "ls", "--filter", &filter, "--format", "{{.Name}}"]);
         let short: String = id.replace('-', "").chars().skip(22).collect();
         for program in ["iptables-save", "ip6tables-save"] {
-            let rules = Command::new(program).output().map(|output| output.stdout).unwrap_or_default();
-            let rules = String::from_utf8_lossy(&rules).into_owned();
+            let rules = run(program, &[]);
             let ours =
                 rules.lines().filter(|line| !short.is_empty() && line.contains(&format!("em-{short}")));
             found.extend(ours.map(|line| format!("rule of {program} {line}")));
         }
-        let loops =
-            Command::new("losetup").arg("--all").output().map(|output| output.stdout).unwrap_or_default();
-        let loops = String::from_utf8_lossy(&loops).into_owned();
+        let loops = run("losetup", &["--all"]);
         let ours = loops.lines().filter(|line| line.contains(&*self.data_dir.to_string_lossy()));
         found.extend(ours.map(|line| format!("loop device {line}")));
         for (kind, directory) in [("disk", "disks"), ("snapshot", "snapshots")] {
@@ -509,8 +505,7 @@ pub fn leftovers_of_manager(directory: &Path) -> Vec<String> {
     let interfaces = names(Path::new("/sys/class/net")).into_iter();
     found.extend(interfaces.filter(|each| each.starts_with(&name)).map(|each| format!("interface {each}")));
     for program in ["iptables-save", "ip6tables-save"] {
-        let rules = Command::new(program).output().map(|output| output.stdout).unwrap_or_default();
-        let rules = String::from_utf8_lossy(&rules).into_owned();
+        let rules = run(program, &[]);
         found.extend(
             rules.lines().filter(|line| line.contains(&name)).map(|line| format!("rule of {program} {line}")),
         );
