@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use emergent_test_support::microvm::Microvms;
 use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 
@@ -33,7 +34,7 @@ const CALLS: [(&str, &str); 2] = [("bash", r#"{"command":"true"}"#), ("read", r#
 /// How many calls, where.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Where the workspaces run
+    /// Where the workspaces run: gvisor, docker or firecracker
     #[arg(long, default_value = "gvisor")]
     provider: String,
     /// Calls of each tool, on the quiet host and again beside the attackers
@@ -51,11 +52,17 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 }
 
 async fn measure(options: &Options) -> Result<ExitCode> {
-    let server = TestServer::start_with(&release_binary()?, &[("EMERGENT_ALLOW_DOCKER", "true")]).await;
+    let binary = release_binary()?;
+    let server = if options.provider == "firecracker" {
+        let microvms = Microvms::find_any(&binary).context("there is no Firecracker, and no double of it")?;
+        microvms.start(&binary, &[]).await
+    } else {
+        TestServer::start_with(&binary, &[("EMERGENT_ALLOW_DOCKER", "true")]).await
+    };
     let request = json!({
         "provider": options.provider,
         "network": "isolated",
-        "resource_limits": { "cpu": "1", "memory": "512M", "disk": "512M" },
+        "resource_limits": { "cpu": "1", "memory": "512M", "disk": "1G" },
     });
     let neighbour = server.create(request.clone()).await;
     server.tool(&neighbour, "write", json!({ "file_path": "file", "content": "text\n" })).await.ok();
