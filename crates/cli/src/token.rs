@@ -103,6 +103,8 @@ async fn create(
 fn scope(token: &Token) -> String {
     match token.scope {
         TokenScope::Admin => "admin".to_owned(),
+        TokenScope::Project { project_id } => format!("project {project_id}"),
+        TokenScope::Session { session_id, .. } => format!("session {session_id}"),
         TokenScope::Workspace { workspace_id } => format!("workspace {workspace_id}"),
     }
 }

@@ -13,6 +13,7 @@
 mod audit;
 mod audit_retention;
 mod background;
+mod caller;
 pub mod config;
 mod connections;
 mod docs_page;
@@ -34,7 +35,13 @@ pub use config::{ConfigError, Existing, Overrides, Settings};
 pub use emergent_firecracker_manager::{Lack, Need, examine as examine_host_for_microvms};
 pub use emergent_store::{AuditAnchor, ExportVerifier};
 pub use firecracker::{ManagerAddress, manager_health, serve_manager};
+pub use http::{Access, DeclaredRoute};
 pub use server::{Running, ServeError, serve};
+
+/// Every route of the server, with what it declares: for tests that walk them all.
+pub fn declared_routes() -> Vec<DeclaredRoute> {
+    http::declared_routes()
+}
 
 /// The OpenAPI descriptions of the REST APIs, of the server and of the Firecracker manager, as JSON text under the names of
 /// their files.

@@ -15,8 +15,8 @@ use emergent_providers::{
     ContainerHost, ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider,
     ProviderError, Runtime, SharedProvider,
 };
-use emergent_store::{Store, StoreConfig, StoreError};
-use emergent_wire::access::CreateToken;
+use emergent_store::{NewToken, Store, StoreConfig, StoreError};
+use emergent_wire::access::TokenScope;
 use emergent_wire::id::InstallationId;
 use emergent_wire::workspace::WorkspaceStatus;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
@@ -274,7 +274,7 @@ async fn ensure_admin_token(store: &Store, data_dir: &Path, storage: &Path) -> R
         // Removed on purpose: others have tokens, and none is made behind their backs.
         return Ok(false);
     }
-    let request = CreateToken { name: FIRST_TOKEN.to_owned(), workspace_id: None, ttl_seconds: None };
+    let request = NewToken { name: FIRST_TOKEN.to_owned(), scope: TokenScope::Admin, ttl_seconds: None };
     let created = store.replace_token(&request, Utc::now()).await?;
     write_private(&path, &created.secret).map_err(failed)?;
     store.put_setting("first_token_made", "yes").await?;

@@ -49,5 +49,5 @@ pub use seal::{SealError, SealingKey};
 pub use snapshots::{NewSnapshot, SnapshotRecord};
 pub use spares::{Claim, Shape, Spare};
 pub use stored_credentials::CREDENTIAL_IN_CLONE;
-pub use tokens::{TOKEN_PREFIX, TokenRefusal};
+pub use tokens::{NewToken, TOKEN_PREFIX, TokenRefusal};
 pub use workspace_rows::{NewWorkspace, WorkspaceFilter, WorkspaceRecord};

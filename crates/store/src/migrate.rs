@@ -33,6 +33,7 @@ const MIGRATIONS: &[Migration] = &[
     Migration { version: 4, sql: include_str!("../migrations/0004_memory_snapshots.sql") },
     Migration { version: GIT_CREDENTIALS, sql: include_str!("../migrations/0005_git_credentials.sql") },
     Migration { version: 6, sql: include_str!("../migrations/0006_idempotency_keys.sql") },
+    Migration { version: 7, sql: include_str!("../migrations/0007_principals.sql") },
 ];
 
 /// The schema version that this program works with.
@@ -235,6 +236,7 @@ mod tests {
                 "240606f018aaa5a8ed70846ddbfa7c38b123c7b68a48c426994ad3487296682e",
                 "e73c92bc8134281a88560a065105c0cdf2c8e23d372c5aeb32ed7334b52c692d",
                 "da5aeebbe4ed2e97b5994bf03f62b60d6d94c216cc2aaae2891e2ed290b9c4ac",
+                "8af55f247e01b252b09b5aec062855ae6fce4d039f1e67691febd8ce6b72e18b",
             ]
         );
     }

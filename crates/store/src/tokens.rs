@@ -9,10 +9,12 @@
 //! revoke take [`Lock::Tokens`], so two of them can't each count on the token that the other one revokes.
 
 use chrono::{DateTime, TimeDelta, Utc};
-use emergent_wire::access::{CreateToken, CreatedToken, Token, TokenScope};
+use emergent_wire::access::{CreatedToken, Token, TokenScope};
+use emergent_wire::id::{ProjectId, SessionId};
 use emergent_wire::{TokenId, WorkspaceId};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
+use uuid::Uuid;
 
 use crate::db::{Lock, in_transaction, reading, writing};
 use crate::error::{Result, StoreError};
@@ -31,7 +33,7 @@ const TABLE: &str = "access_tokens";
 
 macro_rules! columns {
     () => {
-        "id, name, scope, workspace_id, secret_hash, created_at, expires_at, last_used_at, revoked_at"
+        "id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at, last_used_at, revoked_at"
     };
 }
 
@@ -49,6 +51,60 @@ pub enum TokenRefusal {
     Revoked,
 }
 
+/// A token that is to be made.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NewToken {
+    /// A name to know it by, unique among the tokens that are not revoked.
+    pub name: String,
+    /// What it may do.
+    pub scope: TokenScope,
+    /// It stops working after this time; never unless given.
+    pub ttl_seconds: Option<u64>,
+}
+
+/// A scope as the table has it.
+struct ScopeColumns {
+    scope: String,
+    project_id: Option<Uuid>,
+    session_id: Option<Uuid>,
+    workspace_id: Option<Uuid>,
+}
+
+impl From<TokenScope> for ScopeColumns {
+    fn from(scope: TokenScope) -> Self {
+        let (scope, project_id, session_id, workspace_id) = match scope {
+            TokenScope::Admin => ("admin", None, None, None),
+            TokenScope::Project { project_id } => ("project", Some(project_id), None, None),
+            TokenScope::Session { session_id, workspace_id } => {
+                ("session", None, Some(session_id), workspace_id)
+            }
+            TokenScope::Workspace { workspace_id } => ("workspace", None, None, Some(workspace_id)),
+        };
+        Self {
+            scope: scope.to_owned(),
+            project_id: project_id.map(|id| id.0),
+            session_id: session_id.map(|id| id.0),
+            workspace_id: workspace_id.map(|id| id.0),
+        }
+    }
+}
+
+impl ScopeColumns {
+    /// None if the columns contradict each other.
+    fn to_scope(&self) -> Option<TokenScope> {
+        let workspace_id = self.workspace_id.map(WorkspaceId);
+        match (self.scope.as_str(), self.project_id, self.session_id, workspace_id) {
+            ("admin", None, None, None) => Some(TokenScope::Admin),
+            ("project", Some(id), None, None) => Some(TokenScope::Project { project_id: ProjectId(id) }),
+            ("session", None, Some(id), workspace_id) => {
+                Some(TokenScope::Session { session_id: SessionId(id), workspace_id })
+            }
+            ("workspace", None, None, Some(workspace_id)) => Some(TokenScope::Workspace { workspace_id }),
+            _ => None,
+        }
+    }
+}
+
 struct TokenRow {
     token: Token,
     secret_hash: Vec<u8>,
@@ -58,11 +114,15 @@ struct TokenRow {
 impl TokenRow {
     fn from_row(row: &impl DbRow) -> Result<Self> {
         let row = Reader::by_id(row, TABLE);
-        let scope = match (row.text("scope")?.as_str(), row.uuid_or_null("workspace_id")?) {
-            ("admin", None) => TokenScope::Admin,
-            ("workspace", Some(id)) => TokenScope::Workspace { workspace_id: WorkspaceId(id) },
-            (scope, _) => return Err(row.corrupt("scope", format!("'{scope}' does not fit workspace_id"))),
+        let scope = ScopeColumns {
+            scope: row.text("scope")?,
+            project_id: row.uuid_or_null("project_id")?,
+            session_id: row.uuid_or_null("session_id")?,
+            workspace_id: row.uuid_or_null("workspace_id")?,
         };
+        let scope = scope.to_scope().ok_or_else(|| {
+            row.corrupt("scope", format!("'{}' does not fit the ids beside it", scope.scope))
+        })?;
         let token = Token {
             id: TokenId(row.uuid("id")?),
             name: row.text("name")?,
@@ -81,19 +141,23 @@ impl TokenRow {
 
 /// Writes the row of a new token, or says that its name is in use.
 macro_rules! insert_token {
-    ($connection:expr, $new:expr, $now:expr) => {{
-        let (request, now): (&CreateToken, DateTime<Utc>) = ($new.request, $now);
+    ($connection:expr, $secret:expr, $now:expr) => {{
+        let (request, now): (&NewToken, DateTime<Utc>) = ($secret.request, $now);
+        let scope = ScopeColumns::from(request.scope);
         let row = sqlx::query(concat!(
-            "INSERT INTO access_tokens (id, name, scope, workspace_id, secret_hash, created_at, expires_at)
-             VALUES ($1, $2, $3, $4, $5, $6, $7)
+            "INSERT INTO access_tokens
+                (id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
              ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING RETURNING ",
             columns!()
         ))
-        .bind(DbUuid($new.id.0))
+        .bind(DbUuid($secret.id.0))
         .bind(clean(&request.name))
-        .bind(if request.workspace_id.is_some() { "workspace" } else { "admin" })
-        .bind(request.workspace_id.map(|id| DbUuid(id.0)))
-        .bind(hash(&$new.secret))
+        .bind(scope.scope)
+        .bind(scope.project_id.map(DbUuid))
+        .bind(scope.session_id.map(DbUuid))
+        .bind(scope.workspace_id.map(DbUuid))
+        .bind(hash(&$secret.secret))
         .bind(DbTime::new(now))
         .bind(expiry(now, request.ttl_seconds).map(DbTime::new))
         .fetch_optional(&mut *$connection)
@@ -108,8 +172,8 @@ macro_rules! insert_token {
 impl Store {
     /// Makes a token. Its secret is in the answer and nowhere else. A name is free again once its token is
     /// revoked or expired.
-    pub async fn create_token(&self, request: &CreateToken, now: DateTime<Utc>) -> Result<CreatedToken> {
-        let new = NewToken::generate(request);
+    pub async fn create_token(&self, request: &NewToken, now: DateTime<Utc>) -> Result<CreatedToken> {
+        let secret = Secret::generate(request);
         let created = in_transaction!(self.db(), Lock::None, |connection| {
             sqlx::query(
                 "UPDATE access_tokens SET revoked_at = $2
@@ -119,9 +183,9 @@ impl Store {
             .bind(DbTime::new(now))
             .execute(&mut *connection)
             .await?;
-            insert_token!(connection, new, now)
+            insert_token!(connection, secret, now)
         });
-        new.created(created)
+        secret.created(created)
     }
 
     /// Makes a token in place of the one with the same name, if there is one, which is revoked in the same
@@ -129,8 +193,8 @@ impl Store {
     ///
     /// This is how the server renews its own token at start: [`Store::revoke_token`] would refuse to revoke it
     /// first if it is the last one, and the name is not free before.
-    pub async fn replace_token(&self, request: &CreateToken, now: DateTime<Utc>) -> Result<CreatedToken> {
-        let new = NewToken::generate(request);
+    pub async fn replace_token(&self, request: &NewToken, now: DateTime<Utc>) -> Result<CreatedToken> {
+        let secret = Secret::generate(request);
         let created = in_transaction!(self.db(), Lock::Tokens, |connection| {
             let rows = sqlx::query(concat!(
                 "UPDATE access_tokens SET revoked_at = $2 WHERE name = $1 AND revoked_at IS NULL RETURNING ",
@@ -142,15 +206,15 @@ impl Store {
             .await?;
             for row in &rows {
                 let old = TokenRow::from_row(row)?.token;
-                if old.scope == TokenScope::Admin && request.workspace_id.is_some() {
+                if old.scope == TokenScope::Admin && request.scope != TokenScope::Admin {
                     let name = request.name.clone();
                     return Err(StoreError::Conflict { kind: "admin token named", name });
                 }
             }
-            insert_token!(connection, new, now)
+            insert_token!(connection, secret, now)
         });
         self.known_tokens().forget();
-        new.created(created)
+        secret.created(created)
     }
 
     /// The token with this secret, if it is accepted at `now`.
@@ -284,30 +348,39 @@ impl Store {
     }
 }
 
-/// A token that is about to be made.
-struct NewToken<'a> {
-    request: &'a CreateToken,
+/// The id and secret of a token that is about to be inserted.
+struct Secret<'a> {
+    request: &'a NewToken,
     id: TokenId,
     secret: String,
 }
 
-impl<'a> NewToken<'a> {
-    fn generate(request: &'a CreateToken) -> Self {
+impl<'a> Secret<'a> {
+    fn generate(request: &'a NewToken) -> Self {
         let secret = format!("{TOKEN_PREFIX}{}", hex::encode(random::<32>()));
         Self { request, id: TokenId::generate(), secret }
     }
 
     fn created(self, inserted: Result<Token>) -> Result<CreatedToken> {
-        let token = inserted.map_err(|error| match (error, self.request.workspace_id) {
-            (StoreError::Database(sqlx::Error::Database(error)), Some(workspace))
-                if error.is_foreign_key_violation() =>
-            {
-                StoreError::no_workspace(workspace)
+        let token = inserted.map_err(|error| match error {
+            StoreError::Database(sqlx::Error::Database(error)) if error.is_foreign_key_violation() => {
+                missing(self.request.scope)
             }
-            (error, _) => error,
+            error => error,
         })?;
         Ok(CreatedToken { token, secret: self.secret })
     }
+}
+
+/// The token names something that does not exist.
+fn missing(scope: TokenScope) -> StoreError {
+    let (kind, id) = match scope {
+        TokenScope::Admin => ("token", String::new()),
+        TokenScope::Project { project_id } => ("project", project_id.to_string()),
+        TokenScope::Session { session_id, .. } => ("session", session_id.to_string()),
+        TokenScope::Workspace { workspace_id } => return StoreError::no_workspace(workspace_id),
+    };
+    StoreError::NotFound { kind, id }
 }
 
 fn hash(secret: &str) -> Vec<u8> {

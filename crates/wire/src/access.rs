@@ -3,7 +3,7 @@
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use crate::id::{TokenId, WorkspaceId};
+use crate::id::{ProjectId, SessionId, TokenId, WorkspaceId};
 
 /// What a token may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -12,6 +12,19 @@ use crate::id::{TokenId, WorkspaceId};
 pub enum TokenScope {
     /// Everything.
     Admin,
+    /// What belongs to one project, within its quotas.
+    Project {
+        /// The project.
+        project_id: ProjectId,
+    },
+    /// The workspace of one session, with the session's tools.
+    Session {
+        /// The session.
+        session_id: SessionId,
+        /// The session's workspace. Null for a session without one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        workspace_id: Option<WorkspaceId>,
+    },
     /// The tools of one workspace, and looking at it.
     Workspace {
         /// The workspace.
@@ -32,6 +45,16 @@ pub struct CreateToken {
     /// It stops working after this time; never unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<u64>,
+}
+
+impl CreateToken {
+    /// What the token may do.
+    pub fn scope(&self) -> TokenScope {
+        match self.workspace_id {
+            Some(workspace_id) => TokenScope::Workspace { workspace_id },
+            None => TokenScope::Admin,
+        }
+    }
 }
 
 /// A token, without its secret.

@@ -54,6 +54,10 @@ uuid_id!(
     SessionId
 );
 uuid_id!(
+    /// One project: a team's share of an installation.
+    ProjectId
+);
+uuid_id!(
     /// One installation of the server: all that it creates outside its database carries this id.
     InstallationId
 );

@@ -14,6 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::error::ApiError;
 use super::extract::{Params, page_limit};
+use super::route::{AuditPolicy, RouteRule};
 use crate::workspace::error_of;
 
 /// Which calls to list.
@@ -36,6 +37,8 @@ pub(super) struct AuditParams {
     /// How many at most: 1 to 500, 100 unless given.
     limit: Option<u32>,
 }
+
+pub(super) const LIST: RouteRule = RouteRule::admin("audit.list").audited(AuditPolicy::Never);
 
 /// List audited calls, newest first. Every call to the API is audited; contents never are.
 #[utoipa::path(get, path = "/api/v1/audit", tag = "access", params(AuditParams),
@@ -101,6 +104,8 @@ pub(super) struct ExportParams {
     limit: Option<u32>,
 }
 
+pub(super) const EXPORT: RouteRule = RouteRule::admin("audit.export");
+
 /// Export records of the audit log, oldest first, one JSON object a line. An empty body: there are no more. Unlike the list,
 /// each line holds all that its hash is made of, so that `emergent audit verify --export` can check it without the server.
 #[utoipa::path(get, path = "/api/v1/audit/export", tag = "access", params(ExportParams),
@@ -119,6 +124,8 @@ pub(super) async fn export(
     let lines: String = rows.iter().map(|row| row.to_line() + "\n").collect();
     Ok(([(CONTENT_TYPE, "application/x-ndjson")], lines))
 }
+
+pub(super) const VERIFY: RouteRule = RouteRule::admin("audit.verify").audited(AuditPolicy::Never);
 
 /// Check the hash chain of the audit log.
 #[utoipa::path(get, path = "/api/v1/audit/verify", tag = "access",

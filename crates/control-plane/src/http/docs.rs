@@ -1,12 +1,13 @@
 //! The API's description: for programs and for people.
 
-use axum::Router;
 use axum::extract::State;
 use axum::http::{HeaderMap, header};
-use axum::response::{Html, IntoResponse, Response};
-use axum::routing::get;
+use axum::response::{Html, IntoResponse, Redirect, Response};
 
 use super::App;
+use super::route::{AuditPolicy, RouteRule};
+
+pub(super) const OPENAPI: RouteRule = RouteRule::admin("openapi").audited(AuditPolicy::Never);
 
 /// The description as a program reads it.
 #[utoipa::path(get, path = "/api/v1/openapi.json", tag = "operations",
@@ -16,18 +17,20 @@ pub(super) async fn openapi() -> Response {
     ([(header::CONTENT_TYPE, "application/json")], json).into_response()
 }
 
-/// The page for people: made from the description, with nothing loaded from elsewhere.
-pub(super) fn pages() -> Router<App> {
-    Router::new()
-        .route("/api/docs", get(page))
-        .route("/", get(|| async { axum::response::Redirect::to("/api/docs") }))
-}
+pub(super) const PAGE: RouteRule = RouteRule::open("docs");
 
-async fn page(State(app): State<App>, headers: HeaderMap) -> Response {
+/// The page for people: made from the description, with nothing loaded from elsewhere.
+pub(super) async fn page(State(app): State<App>, headers: HeaderMap) -> Response {
     let description = serde_json::to_value(super::openapi()).unwrap_or_default();
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("127.0.0.1:7171");
     let scheme = if app.workspaces.settings.tls.certificate.is_some() { "https" } else { "http" };
     let page = crate::docs_page::render(&description, &format!("{scheme}://{host}"));
     let policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'";
     ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()
+}
+
+pub(super) const HOME: RouteRule = RouteRule::open("home");
+
+pub(super) async fn home() -> Redirect {
+    Redirect::to("/api/docs")
 }

@@ -11,7 +11,10 @@ use emergent_wire::event::{Event, EventKind};
 use tokio::sync::broadcast::error::RecvError;
 
 use super::App;
+use super::route::RouteRule;
 use super::stream::KEEP_ALIVE;
+
+pub(super) const LISTEN: RouteRule = RouteRule::admin("events");
 
 /// Follow what happens, as server-sent events.
 ///

@@ -3,13 +3,13 @@
 use axum::http::HeaderMap;
 use chrono::Utc;
 use emergent_store::{Begun as Stored, IdempotencyStatus, IdempotentRequest, StoreError};
-use emergent_wire::access::Token;
 use emergent_wire::workspace::Workspace;
 use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::Serialize;
 
 use super::App;
 use super::error::ApiError;
+use crate::caller::Principal;
 use crate::workspace::error_of;
 
 const HEADER: &str = "idempotency-key";
@@ -28,7 +28,7 @@ pub(super) enum Begun {
 /// Looks for an earlier request with the same key.
 pub(super) async fn begin(
     app: &App,
-    token: &Token,
+    principal: &Principal,
     headers: &HeaderMap,
     operation: &str,
     request: &impl Serialize,
@@ -41,7 +41,7 @@ pub(super) async fn begin(
     })?;
     let body =
         serde_json::to_vec(request).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-    let request = IdempotentRequest::new(token.id, key, operation, &body).map_err(error_of)?;
+    let request = IdempotentRequest::new(principal.token_id, key, operation, &body).map_err(error_of)?;
     let store = &app.workspaces.store;
     let earlier = match store.begin_idempotent(&request, None, Utc::now()).await.map_err(error_of)? {
         Stored::New => return Ok(Begun::New(Some(IdempotencyKey(request)))),

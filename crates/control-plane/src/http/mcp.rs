@@ -19,6 +19,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::error::ApiError;
 use super::extract::{Body, Params};
+use super::route::{AuditPolicy, RouteRule, Target};
 use super::stream::KEEP_ALIVE;
 use super::summary::Summarize;
 use super::workspaces::finish;
@@ -26,6 +27,8 @@ use crate::mcp::log_line;
 
 /// Lines of a log when the caller does not say.
 const DEFAULT_LINES: usize = 200;
+
+pub(super) const REGISTER: RouteRule = RouteRule::admin("mcp.register").needs_sandboxes();
 
 /// Register an MCP server and start it.
 ///
@@ -42,12 +45,16 @@ pub(super) async fn register(
     Ok((StatusCode::CREATED, Json(server)))
 }
 
+pub(super) const LIST: RouteRule = RouteRule::admin("mcp.list").needs_sandboxes();
+
 /// List MCP servers, oldest first.
 #[utoipa::path(get, path = "/api/v1/mcp/servers", tag = "mcp",
     responses((status = 200, body = McpServerList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn list(State(app): State<App>) -> Result<Json<McpServerList>, ApiError> {
     Ok(Json(app.mcp.list().await?))
 }
+
+pub(super) const GET: RouteRule = RouteRule::admin("mcp.get").on(Target::McpServer).for_bound_tokens();
 
 /// Get one MCP server.
 #[utoipa::path(get, path = "/api/v1/mcp/servers/{id}", tag = "mcp",
@@ -67,6 +74,8 @@ pub(super) struct Removed {
     removed: bool,
 }
 
+pub(super) const REMOVE: RouteRule = RouteRule::admin("mcp.remove").on(Target::McpServer);
+
 /// Stop an MCP server and remove it with all its files.
 #[utoipa::path(delete, path = "/api/v1/mcp/servers/{id}", tag = "mcp",
     params(("id" = String, Path, description = "Id or name")),
@@ -79,6 +88,8 @@ pub(super) async fn remove(
     finish(tokio::spawn(async move { app.mcp.remove(id).await })).await?;
     Ok(Json(Removed { id, removed: true }))
 }
+
+pub(super) const RESTART: RouteRule = RouteRule::admin("mcp.restart").on(Target::McpServer);
 
 /// Restart an MCP server in a new container, on the files it has.
 ///
@@ -130,6 +141,9 @@ pub(super) struct CallAnswer {
     error: Option<Box<RawValue>>,
 }
 
+pub(super) const CALL: RouteRule =
+    RouteRule::admin("mcp.call").on(Target::McpServer).for_bound_tokens().audited(AuditPolicy::Soon);
+
 /// Call a method of an MCP server.
 ///
 /// A time-out cancels the call and leaves the server running.
@@ -165,6 +179,8 @@ pub(super) struct LogParams {
     /// Stay, and send lines as they come.
     follow: Option<bool>,
 }
+
+pub(super) const LOGS: RouteRule = RouteRule::admin("mcp.logs").on(Target::McpServer);
 
 /// What an MCP server wrote to standard error, and what happened to it.
 ///

@@ -21,6 +21,7 @@ use super::error::ApiError;
 use super::mcp_modern;
 use super::mcp_proxy;
 use super::mcp_reply::{self as reply, SESSION_HEADER};
+use super::route::{AuditPolicy, RouteRule, Target};
 use super::summary::SummarySlot;
 use crate::mcp::session::{STANDALONE, Session};
 use crate::mcp::{Hosted, MODERN};
@@ -31,6 +32,10 @@ pub(super) const VERSION_HEADER: &str = "mcp-protocol-version";
 pub(super) const LEGACY: [&str; 4] = ["2024-11-05", "2025-03-26", "2025-06-18", "2025-11-25"];
 /// From this version on clients know events without a message.
 const PRIMES_FROM: &str = "2025-11-25";
+
+/// All methods.
+pub(super) const MESSAGE: RouteRule =
+    RouteRule::admin("mcp.message").on(Target::McpServer).for_bound_tokens().audited(AuditPolicy::Soon);
 
 /// Send a message to an MCP server (Streamable HTTP).
 ///

@@ -16,6 +16,7 @@ mod operations;
 mod ops;
 mod pool;
 mod record;
+mod route;
 mod snapshots;
 mod stream;
 mod summary;
@@ -30,27 +31,24 @@ use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
 use axum::middleware;
+use axum::routing::get;
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
 use metrics_exporter_prometheus::PrometheusHandle;
 use tokio::sync::Semaphore;
 use tower_http::timeout::RequestBodyTimeoutLayer;
 use utoipa::OpenApi;
-use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::audit::Audit;
 use crate::mcp::McpHost;
 use crate::workspace::Workspaces;
 use error::ApiError;
+use route::Routes;
+pub use route::{Access, DeclaredRoute};
 pub(crate) use workspace_mcp::WorkspaceMcps;
 
-/// The largest body, but for `write`.
-const BODY_BYTES: usize = 5 << 20;
-/// The largest body of `write`: 64 MiB as JSON text or base64.
-const WRITE_BODY_BYTES: usize = 140 << 20;
 /// How long a client may take to send the next piece of a body.
 const BODY_PIECE_TIME: Duration = Duration::from_secs(30);
 /// Large bodies that are read at once.
@@ -103,55 +101,71 @@ impl utoipa::Modify for BearerToken {
     }
 }
 
-/// Everything under `/api/v1`.
-fn api() -> OpenApiRouter<App> {
-    let write =
-        OpenApiRouter::new().routes(routes!(tools::write)).layer(DefaultBodyLimit::max(WRITE_BODY_BYTES));
-    OpenApiRouter::with_openapi(Description::openapi())
-        .routes(routes!(workspaces::create, workspaces::list))
-        .routes(routes!(workspaces::providers))
-        .routes(routes!(workspaces::get, workspaces::destroy))
-        .routes(routes!(workspaces::stop))
-        .routes(routes!(workspaces::resume))
-        .routes(routes!(workspaces::attach))
-        .routes(routes!(workspaces::detach))
-        .routes(routes!(snapshots::create))
-        .routes(routes!(snapshots::restore))
-        .routes(routes!(snapshots::list))
-        .routes(routes!(snapshots::get, snapshots::delete))
-        .routes(routes!(snapshots::list_quarantine))
-        .routes(routes!(snapshots::restore_quarantined))
-        .routes(routes!(snapshots::purge_quarantined))
-        .routes(routes!(pool::status, pool::set, pool::reset))
-        .routes(routes!(events::listen))
-        .routes(routes!(tools::bash))
-        .routes(routes!(tools::exec))
-        .routes(routes!(tools::read))
-        .routes(routes!(tools::edit))
-        .routes(routes!(tools::glob))
-        .routes(routes!(tools::grep))
-        .routes(routes!(tools::git))
-        .routes(routes!(workspace_mcp::post, workspace_mcp::get, workspace_mcp::delete))
-        .routes(routes!(operations::follow, operations::kill))
-        .routes(routes!(mcp::register, mcp::list))
-        .routes(routes!(mcp::get, mcp::remove))
-        .routes(routes!(mcp::restart))
-        .routes(routes!(mcp::call))
-        .routes(routes!(mcp::logs))
-        .routes(routes!(mcp_endpoint::post, mcp_endpoint::listen, mcp_endpoint::end))
-        .routes(routes!(tokens::create, tokens::list))
-        .routes(routes!(tokens::revoke))
-        .routes(routes!(audit::list))
-        .routes(routes!(audit::verify))
-        .routes(routes!(audit::export))
-        .routes(routes!(docs::openapi))
-        .layer(DefaultBodyLimit::max(BODY_BYTES))
-        .merge(write)
+/// All routes, each with its rule. Without an app they are only described.
+fn routes(app: Option<&App>) -> Routes {
+    Routes::new(app, Description::openapi())
+        .add(workspaces::CREATE, routes!(workspaces::create))
+        .add(workspaces::LIST, routes!(workspaces::list))
+        .add(workspaces::PROVIDERS, routes!(workspaces::providers))
+        .add(workspaces::GET, routes!(workspaces::get))
+        .add(workspaces::DESTROY, routes!(workspaces::destroy))
+        .add(workspaces::STOP, routes!(workspaces::stop))
+        .add(workspaces::RESUME, routes!(workspaces::resume))
+        .add(workspaces::ATTACH, routes!(workspaces::attach))
+        .add(workspaces::DETACH, routes!(workspaces::detach))
+        .add(snapshots::CREATE, routes!(snapshots::create))
+        .add(snapshots::RESTORE, routes!(snapshots::restore))
+        .add(snapshots::LIST, routes!(snapshots::list))
+        .add(snapshots::GET, routes!(snapshots::get))
+        .add(snapshots::DELETE, routes!(snapshots::delete))
+        .add(snapshots::LIST_QUARANTINE, routes!(snapshots::list_quarantine))
+        .add(snapshots::RESTORE_QUARANTINED, routes!(snapshots::restore_quarantined))
+        .add(snapshots::PURGE_QUARANTINED, routes!(snapshots::purge_quarantined))
+        .add(pool::STATUS, routes!(pool::status))
+        .add(pool::SET, routes!(pool::set))
+        .add(pool::RESET, routes!(pool::reset))
+        .add(events::LISTEN, routes!(events::listen))
+        .add(tools::BASH, routes!(tools::bash))
+        .add(tools::BASH, routes!(tools::exec))
+        .add(tools::READ, routes!(tools::read))
+        .add(tools::EDIT, routes!(tools::edit))
+        .add(tools::GLOB, routes!(tools::glob))
+        .add(tools::GREP, routes!(tools::grep))
+        .add(tools::GIT, routes!(tools::git))
+        .add(workspace_mcp::MESSAGE, routes!(workspace_mcp::post, workspace_mcp::get, workspace_mcp::delete))
+        .add(operations::FOLLOW, routes!(operations::follow))
+        .add(operations::KILL, routes!(operations::kill))
+        .add(mcp::REGISTER, routes!(mcp::register))
+        .add(mcp::LIST, routes!(mcp::list))
+        .add(mcp::GET, routes!(mcp::get))
+        .add(mcp::REMOVE, routes!(mcp::remove))
+        .add(mcp::RESTART, routes!(mcp::restart))
+        .add(mcp::CALL, routes!(mcp::call))
+        .add(mcp::LOGS, routes!(mcp::logs))
+        .add(mcp_endpoint::MESSAGE, routes!(mcp_endpoint::post, mcp_endpoint::listen, mcp_endpoint::end))
+        .add(tokens::CREATE, routes!(tokens::create))
+        .add(tokens::LIST, routes!(tokens::list))
+        .add(tokens::REVOKE, routes!(tokens::revoke))
+        .add(audit::LIST, routes!(audit::list))
+        .add(audit::VERIFY, routes!(audit::verify))
+        .add(audit::EXPORT, routes!(audit::export))
+        .add(docs::OPENAPI, routes!(docs::openapi))
+        .add(tools::WRITE, routes!(tools::write))
+        .add(ops::LIVE, routes!(ops::live))
+        .add(ops::READY, routes!(ops::ready))
+        .add_page(ops::METRICS, "/metrics", get(ops::metrics))
+        .add_page(docs::PAGE, "/api/docs", get(docs::page))
+        .add_page(docs::HOME, "/", get(docs::home))
+}
+
+/// Every route of the server as it is declared.
+pub(crate) fn declared_routes() -> Vec<DeclaredRoute> {
+    routes(None).declared()
 }
 
 /// The OpenAPI description, as it is checked in.
 pub(crate) fn openapi() -> utoipa::openapi::OpenApi {
-    let (_, mut description) = api().merge(ops::open_routes()).split_for_parts();
+    let (_, mut description) = routes(None).split();
     description.openapi = utoipa::openapi::OpenApiVersion::Version31;
     mark_optional_bodies(&mut description);
     description
@@ -183,23 +197,10 @@ fn mark_optional_bodies(description: &mut utoipa::openapi::OpenApi) {
 
 /// The whole server.
 pub(crate) fn router(app: &App) -> Router {
-    let (api, _) = api().split_for_parts();
-    let (open, _) = ops::open_routes().split_for_parts();
-    let guarded = api
+    let (routes, _) = routes(Some(app)).split();
+    routes
         .fallback(nothing_here)
         .method_not_allowed_fallback(wrong_method)
-        .layer(middleware::from_fn_with_state(app.clone(), workspaces::if_enabled))
-        .layer(middleware::from_fn_with_state(app.clone(), access::check))
-        .layer(middleware::from_fn_with_state(app.clone(), record::calls));
-    let metrics = Router::new()
-        .route("/metrics", axum::routing::get(ops::metrics))
-        .layer(middleware::from_fn_with_state(app.clone(), access::check));
-    Router::new()
-        .merge(guarded)
-        .merge(metrics)
-        .merge(open)
-        .merge(docs::pages())
-        .fallback(nothing_here)
         .layer(RequestBodyTimeoutLayer::new(BODY_PIECE_TIME))
         .layer(tower_http::catch_panic::CatchPanicLayer::custom(ops::panicked))
         .layer(middleware::from_fn(record::request_id))

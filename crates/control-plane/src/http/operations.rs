@@ -1,7 +1,7 @@
 //! Commands in the background: follow them and end them.
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Extension, State};
 use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use emergent_wire::error::ErrorBody;
@@ -13,8 +13,10 @@ use utoipa::IntoParams;
 use super::App;
 use super::error::ApiError;
 use super::extract::{Ids, Params};
+use super::route::RouteRule;
 use super::stream;
 use super::tools::asks_for;
+use crate::caller::Caller;
 
 /// Where to go on.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -26,6 +28,8 @@ pub(super) struct FollowParams {
     offset: u64,
 }
 
+pub(super) const FOLLOW: RouteRule = RouteRule::workspace_use("operation");
+
 /// Look at a command in the background, and read its output from an offset on.
 ///
 /// With `Accept: text/event-stream` it is followed until it ends; `Last-Event-ID` goes on where a stream broke.
@@ -34,6 +38,7 @@ pub(super) struct FollowParams {
     responses((status = 200, body = OperationAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn follow(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Ids(id, operation): Ids<WorkspaceId, OperationId>,
     headers: HeaderMap,
     Params(params): Params<FollowParams>,
@@ -41,11 +46,13 @@ pub(super) async fn follow(
     if asks_for(&headers, "text/event-stream") {
         let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
         let offset = last.unwrap_or(params.offset);
-        let output = app.workspaces.operation_stream(id, operation, offset).await?;
+        let output = app.workspaces.operation_stream(&caller, id, operation, offset).await?;
         return Ok(stream::events(output, Some(offset)));
     }
-    Ok(Json(app.workspaces.operation(id, operation, params.offset).await?).into_response())
+    Ok(Json(app.workspaces.operation(&caller, id, operation, params.offset).await?).into_response())
 }
+
+pub(super) const KILL: RouteRule = RouteRule::workspace_use("operation");
 
 /// End a command in the background: SIGTERM, and SIGKILL 5 s later.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}/operations/{operation}", tag = "tools",
@@ -53,7 +60,8 @@ pub(super) async fn follow(
     responses((status = 200, body = OperationAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn kill(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Ids(id, operation): Ids<WorkspaceId, OperationId>,
 ) -> Result<Json<OperationAnswer>, ApiError> {
-    Ok(Json(app.workspaces.kill_operation(id, operation).await?))
+    Ok(Json(app.workspaces.kill_operation(&caller, id, operation).await?))
 }

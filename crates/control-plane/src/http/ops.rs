@@ -10,17 +10,11 @@ use axum::response::{IntoResponse, Response};
 use emergent_wire::ErrorCode;
 use serde::Serialize;
 use utoipa::ToSchema;
-use utoipa_axum::router::OpenApiRouter;
-use utoipa_axum::routes;
 
 use super::App;
 use super::error::ApiError;
+use super::route::{AuditPolicy, RouteRule};
 use crate::workspace::DiskLevel;
-
-/// Routes that need no token.
-pub(super) fn open_routes() -> OpenApiRouter<App> {
-    OpenApiRouter::new().routes(routes!(live)).routes(routes!(ready))
-}
 
 /// How the server is doing.
 #[derive(Debug, Serialize, ToSchema)]
@@ -38,11 +32,15 @@ impl Health {
     }
 }
 
+pub(super) const LIVE: RouteRule = RouteRule::open("health.live");
+
 /// Whether the process answers.
 #[utoipa::path(get, path = "/health/live", tag = "operations", security(()), responses((status = 200, body = Health)))]
 pub(super) async fn live() -> Json<Health> {
     Json(Health::new("ok"))
 }
+
+pub(super) const READY: RouteRule = RouteRule::open("health.ready");
 
 /// Whether the server can take requests: its database answers, it has looked after what a crash left, and the host's disk has
 /// room. On a full disk it still answers all requests that need none, removals first.
@@ -66,6 +64,8 @@ pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) 
         DiskLevel::Enough => (StatusCode::OK, Json(Health::new("ok"))),
     }
 }
+
+pub(super) const METRICS: RouteRule = RouteRule::admin("metrics").audited(AuditPolicy::Never);
 
 /// Metrics for Prometheus. Needs an admin token.
 pub(super) async fn metrics(State(app): State<App>) -> Response {

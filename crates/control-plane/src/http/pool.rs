@@ -8,6 +8,9 @@ use emergent_wire::pool::{PoolStatus, PoolTarget};
 use super::App;
 use super::error::ApiError;
 use super::extract::Body;
+use super::route::RouteRule;
+
+pub(super) const STATUS: RouteRule = RouteRule::admin("pool.get").needs_sandboxes();
 
 /// The warm pool as it stands.
 #[utoipa::path(get, path = "/api/v1/agent/pool", tag = "pool",
@@ -15,6 +18,8 @@ use super::extract::Body;
 pub(super) async fn status(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
     Ok(Json(app.workspaces.pool_status().await?))
 }
+
+pub(super) const SET: RouteRule = RouteRule::admin("pool.set").needs_sandboxes();
 
 /// Set what the warm pool shall hold.
 ///
@@ -28,6 +33,8 @@ pub(super) async fn set(
     app.workspaces.set_pool_target(Some(target)).await?;
     Ok(Json(app.workspaces.pool_status().await?))
 }
+
+pub(super) const RESET: RouteRule = RouteRule::admin("pool.reset").needs_sandboxes();
 
 /// Let the configuration say again what the warm pool shall hold.
 #[utoipa::path(delete, path = "/api/v1/agent/pool", tag = "pool",

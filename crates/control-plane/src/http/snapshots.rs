@@ -11,12 +11,15 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
-use super::access::Caller;
 use super::error::ApiError;
 use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun};
+use super::route::{RouteRule, Target};
 use super::workspaces::{finish, finish_create, prefers_async};
+use crate::caller::Caller;
 use crate::workspace::error_of;
+
+pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.snapshot").on(Target::Workspace);
 
 /// Copy a workspace's files.
 ///
@@ -34,6 +37,8 @@ pub(super) async fn create(
     Ok((StatusCode::CREATED, Json(snapshot)))
 }
 
+pub(super) const RESTORE: RouteRule = RouteRule::admin("workspace.from_snapshot").needs_sandboxes();
+
 /// Create a workspace with the files of a snapshot.
 ///
 /// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`.
@@ -44,12 +49,14 @@ pub(super) async fn create(
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn restore(
     State(app): State<App>,
-    Extension(Caller(token)): Extension<Caller>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Body(request): Body<FromSnapshot>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
-    let key = match idempotency::begin(&app, &token, &headers, "workspace.from_snapshot", &request).await? {
+    let key = match idempotency::begin(&app, &caller.principal, &headers, "workspace.from_snapshot", &request)
+        .await?
+    {
         Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
         Begun::New(key) => key,
     };
@@ -70,6 +77,8 @@ pub(super) struct ListParams {
     limit: Option<u32>,
 }
 
+pub(super) const LIST: RouteRule = RouteRule::admin("snapshot.list").needs_sandboxes();
+
 /// List snapshots, newest first.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/snapshots", tag = "snapshots", params(ListParams),
     responses((status = 200, body = SnapshotList), (status = "4XX", body = ErrorBody)))]
@@ -81,6 +90,8 @@ pub(super) async fn list(
     let page = app.workspaces.store.snapshots(params.workspace_id, params.cursor.as_deref(), limit).await;
     Ok(Json(page.map_err(error_of)?))
 }
+
+pub(super) const GET: RouteRule = RouteRule::admin("snapshot.get").needs_sandboxes();
 
 /// Get one snapshot.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/snapshots/{id}", tag = "snapshots",
@@ -98,6 +109,8 @@ pub(super) struct SnapshotDestroyed {
     /// Always true: a failure is an error.
     destroyed: bool,
 }
+
+pub(super) const DELETE: RouteRule = RouteRule::admin("snapshot.delete").needs_sandboxes();
 
 /// Remove a snapshot. Workspaces that were made of it keep their files.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/snapshots/{id}", tag = "snapshots",
@@ -123,6 +136,8 @@ pub(super) struct QuarantineParams {
     limit: Option<u32>,
 }
 
+pub(super) const LIST_QUARANTINE: RouteRule = RouteRule::admin("quarantine.list").needs_sandboxes();
+
 /// List files in quarantine, newest first: disks and snapshots that were found without a record in the database.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/quarantine", tag = "snapshots", params(QuarantineParams),
     responses((status = 200, body = SnapshotList), (status = "4XX", body = ErrorBody)))]
@@ -135,6 +150,8 @@ pub(super) async fn list_quarantine(
     Ok(Json(page.map_err(error_of)?))
 }
 
+pub(super) const RESTORE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.restore").needs_sandboxes();
+
 /// Make an ordinary snapshot of files in quarantine. Then create a workspace of it.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/quarantine/{id}/restore", tag = "snapshots",
     params(("id" = SnapshotId, Path)),
@@ -145,6 +162,8 @@ pub(super) async fn restore_quarantined(
 ) -> Result<Json<Snapshot>, ApiError> {
     Ok(Json(app.workspaces.restore_quarantined(id).await?))
 }
+
+pub(super) const PURGE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.purge").needs_sandboxes();
 
 /// Remove files in quarantine for good.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/quarantine/{id}", tag = "snapshots",

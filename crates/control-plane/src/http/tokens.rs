@@ -4,6 +4,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use chrono::Utc;
+use emergent_store::NewToken;
 use emergent_wire::access::{CreateToken, CreatedToken, TokenList};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, TokenId};
@@ -11,10 +12,13 @@ use emergent_wire::{ErrorCode, TokenId};
 use super::App;
 use super::error::ApiError;
 use super::extract::{Body, Id};
+use super::route::RouteRule;
 use crate::workspace::error_of;
 
 /// The longest life a token can be given: ten years.
 const MAX_TTL_SECONDS: u64 = 10 * 365 * 24 * 3600;
+
+pub(super) const CREATE: RouteRule = RouteRule::admin("token.create");
 
 /// Make a token. Its secret is shown this once.
 #[utoipa::path(post, path = "/api/v1/tokens", tag = "access", request_body = CreateToken,
@@ -40,9 +44,12 @@ pub(super) async fn create(
     if let Some(id) = request.workspace_id {
         store.workspace(id).await.map_err(error_of)?;
     }
-    let created = store.create_token(&request, Utc::now()).await.map_err(error_of)?;
+    let new = NewToken { scope: request.scope(), name: request.name, ttl_seconds: request.ttl_seconds };
+    let created = store.create_token(&new, Utc::now()).await.map_err(error_of)?;
     Ok((StatusCode::CREATED, Json(created)))
 }
+
+pub(super) const LIST: RouteRule = RouteRule::admin("token.list");
 
 /// List the tokens that are not revoked, without their secrets.
 #[utoipa::path(get, path = "/api/v1/tokens", tag = "access",
@@ -51,6 +58,8 @@ pub(super) async fn list(State(app): State<App>) -> Result<Json<TokenList>, ApiE
     let tokens = app.workspaces.store.tokens().await.map_err(error_of)?;
     Ok(Json(TokenList { tokens }))
 }
+
+pub(super) const REVOKE: RouteRule = RouteRule::admin("token.revoke");
 
 /// Revoke a token.
 #[utoipa::path(delete, path = "/api/v1/tokens/{id}", tag = "access", params(("id" = TokenId, Path)),

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::body::Body as HttpBody;
-use axum::extract::{FromRequest, State};
+use axum::extract::{Extension, FromRequest, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
@@ -18,8 +18,13 @@ use sha2::{Digest, Sha256};
 use super::App;
 use super::error::ApiError;
 use super::extract::{Body, Id};
+use super::route::{BODY_BYTES, RouteRule};
 use super::stream;
+use crate::caller::Caller;
 use crate::workspace::FileStream;
+
+/// The largest body of `write`: 64 MiB as JSON text or base64.
+const WRITE_BODY_BYTES: usize = 140 << 20;
 
 /// Whether the client asks for this kind of answer by name.
 pub(super) fn asks_for(headers: &HeaderMap, kind: &str) -> bool {
@@ -28,6 +33,9 @@ pub(super) fn asks_for(headers: &HeaderMap, kind: &str) -> bool {
         .flat_map(|value| value.split(','))
         .any(|value| value.split(';').next().unwrap_or("").trim() == kind)
 }
+
+/// Of `exec`, too.
+pub(super) const BASH: RouteRule = RouteRule::workspace_use("bash");
 
 /// Run a command.
 ///
@@ -39,19 +47,20 @@ pub(super) fn asks_for(headers: &HeaderMap, kind: &str) -> bool {
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn bash(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     headers: HeaderMap,
     Body(request): Body<BashRequest>,
 ) -> Result<Response, ApiError> {
     if request.background {
-        let started = app.workspaces.bash_background(id, request).await?;
+        let started = app.workspaces.bash_background(&caller, id, request).await?;
         return Ok((StatusCode::ACCEPTED, Json(started)).into_response());
     }
     if asks_for(&headers, "text/event-stream") {
-        let output = app.workspaces.bash_stream(id, request).await?;
+        let output = app.workspaces.bash_stream(&caller, id, request).await?;
         return Ok(stream::events(output, None));
     }
-    Ok(Json(app.workspaces.bash(id, request).await?).into_response())
+    Ok(Json(app.workspaces.bash(&caller, id, request).await?).into_response())
 }
 
 /// Run a command (another name for `bash`).
@@ -61,12 +70,15 @@ pub(super) async fn bash(
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn exec(
     state: State<App>,
+    caller: Extension<Caller>,
     id: Id<WorkspaceId>,
     headers: HeaderMap,
     body: Body<BashRequest>,
 ) -> Result<Response, ApiError> {
-    bash(state, id, headers, body).await
+    bash(state, caller, id, headers, body).await
 }
+
+pub(super) const READ: RouteRule = RouteRule::workspace_use("read");
 
 /// Read a file or list a directory.
 ///
@@ -76,15 +88,16 @@ pub(super) async fn exec(
     responses((status = 200, body = ReadAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn read(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     headers: HeaderMap,
     Body(request): Body<ReadRequest>,
 ) -> Result<Response, ApiError> {
     if !request.raw {
-        return Ok(Json(app.workspaces.read(id, request).await?).into_response());
+        return Ok(Json(app.workspaces.read(&caller, id, request).await?).into_response());
     }
     let as_bytes = asks_for(&headers, "application/octet-stream");
-    let file = app.workspaces.read_raw(id, request).await?;
+    let file = app.workspaces.read_raw(&caller, id, request).await?;
     if as_bytes {
         return Ok(([(header::CONTENT_TYPE, "application/octet-stream")], bytes_of(file)).into_response());
     }
@@ -118,12 +131,15 @@ async fn large_body(app: &App) -> Result<tokio::sync::OwnedSemaphorePermit, ApiE
     }
 }
 
+pub(super) const WRITE: RouteRule = RouteRule::workspace_use("write").body_bytes(WRITE_BODY_BYTES);
+
 /// Write a file.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/write", tag = "tools",
     params(("id" = WorkspaceId, Path)), request_body = WriteRequest,
     responses((status = 200, body = WriteAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn write(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     request: axum::extract::Request,
 ) -> Result<Json<WriteAnswer>, ApiError> {
@@ -131,12 +147,14 @@ pub(super) async fn write(
     let length = length.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
     // A body of unknown length may be large.
     let _place = match length {
-        Some(length) if length <= super::BODY_BYTES => None,
+        Some(length) if length <= BODY_BYTES => None,
         _ => Some(large_body(&app).await?),
     };
     let Body(request) = Body::<WriteRequest>::from_request(request, &app).await?;
-    Ok(Json(app.workspaces.write(id, request).await?))
+    Ok(Json(app.workspaces.write(&caller, id, request).await?))
 }
+
+pub(super) const EDIT: RouteRule = RouteRule::workspace_use("edit");
 
 /// Replace text in a file.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/edit", tag = "tools",
@@ -144,11 +162,14 @@ pub(super) async fn write(
     responses((status = 200, body = EditAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn edit(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     Body(request): Body<EditRequest>,
 ) -> Result<Json<EditAnswer>, ApiError> {
-    Ok(Json(app.workspaces.edit(id, request).await?))
+    Ok(Json(app.workspaces.edit(&caller, id, request).await?))
 }
+
+pub(super) const GLOB: RouteRule = RouteRule::workspace_use("glob");
 
 /// Find files by name.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/glob", tag = "tools",
@@ -156,11 +177,14 @@ pub(super) async fn edit(
     responses((status = 200, body = GlobAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn glob(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     Body(request): Body<GlobRequest>,
 ) -> Result<Json<GlobAnswer>, ApiError> {
-    Ok(Json(app.workspaces.glob(id, request).await?))
+    Ok(Json(app.workspaces.glob(&caller, id, request).await?))
 }
+
+pub(super) const GREP: RouteRule = RouteRule::workspace_use("grep");
 
 /// Search file contents.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/grep", tag = "tools",
@@ -168,11 +192,14 @@ pub(super) async fn glob(
     responses((status = 200, body = GrepAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn grep(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     Body(request): Body<GrepRequest>,
 ) -> Result<Json<GrepAnswer>, ApiError> {
-    Ok(Json(app.workspaces.grep(id, request).await?))
+    Ok(Json(app.workspaces.grep(&caller, id, request).await?))
 }
+
+pub(super) const GIT: RouteRule = RouteRule::workspace_use("git");
 
 /// Use git.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/git", tag = "tools",
@@ -180,8 +207,9 @@ pub(super) async fn grep(
     responses((status = 200, body = GitAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn git(
     State(app): State<App>,
+    Extension(caller): Extension<Caller>,
     Id(id): Id<WorkspaceId>,
     Body(request): Body<GitRequest>,
 ) -> Result<Json<GitAnswer>, ApiError> {
-    Ok(Json(app.workspaces.git(id, request).await?))
+    Ok(Json(app.workspaces.git(&caller, id, request).await?))
 }

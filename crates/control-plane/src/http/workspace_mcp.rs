@@ -21,12 +21,13 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 
 use super::App;
-use super::access::Caller;
 use super::error::ApiError;
 use super::extract::Id;
 use super::mcp_endpoint::origin_is_allowed;
+use super::route::{AuditPolicy, RouteRule};
 use super::summary::Summarize;
 use crate::audit::Audit;
+use crate::caller::Caller;
 use crate::workspace::{Workspaces, error_of, is_mcp_server};
 
 /// The longest refusal of the MCP library that is kept.
@@ -46,6 +47,9 @@ impl WorkspaceMcps {
         self.servers().retain(|_, server| Arc::strong_count(server) > 1 || !server.is_idle());
     }
 }
+
+/// All methods. The calls of tools in the messages have entries of their own in the audit log.
+pub(super) const MESSAGE: RouteRule = RouteRule::workspace_use("workspace.mcp").audited(AuditPolicy::Never);
 
 /// Send a message to a workspace's MCP server (Streamable HTTP).
 ///
@@ -138,8 +142,10 @@ impl Tools for WorkspaceTools {
     async fn call(&self, call: Call) -> Result<ToolAnswer, ErrorDetail> {
         let (at, begun) = (Utc::now(), Instant::now());
         let (tool, request) = (call.request.tool(), summary(&call.request));
-        let caller = call.http.get::<Caller>().map(|caller| caller.0.clone());
-        let answer = self.run(call).await;
+        let Some(caller) = call.http.get::<Caller>().cloned() else {
+            return Err(ErrorDetail::new(ErrorCode::Internal, "a call of a tool came without its caller"));
+        };
+        let answer = self.run(&caller, call).await;
         let failed = answer.as_ref().err().map(|error| error.code);
         let outcome = if failed.is_some() { AuditOutcome::Failure } else { AuditOutcome::Success };
         metrics::counter!("emergent_calls_total", "action" => tool.as_str(), "outcome" => outcome.as_str())
@@ -149,8 +155,8 @@ impl Tools for WorkspaceTools {
         self.audit
             .record(AuditEntry {
                 at,
-                actor_token_id: caller.as_ref().map(|token| token.id),
-                actor_name: caller.map(|token| token.name),
+                actor_token_id: Some(caller.principal.token_id),
+                actor_name: Some(caller.principal.name),
                 workspace_id: Some(self.id),
                 session_id: None,
                 tool: tool.as_str().to_owned(),
@@ -158,7 +164,7 @@ impl Tools for WorkspaceTools {
                 error_code: failed.map(|code| code.as_str().to_owned()),
                 duration_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
                 request,
-                request_id: None,
+                request_id: caller.request_id,
             })
             .await;
         answer
@@ -166,29 +172,29 @@ impl Tools for WorkspaceTools {
 }
 
 impl WorkspaceTools {
-    async fn run(&self, call: Call) -> Result<ToolAnswer, ErrorDetail> {
+    async fn run(&self, caller: &Caller, call: Call) -> Result<ToolAnswer, ErrorDetail> {
         let (workspaces, id) = (&self.workspaces, self.id);
         Ok(match (call.request, call.output) {
             (ToolRequest::Bash(request), _) if request.background => {
-                workspaces.bash_background(id, request).await?.into()
+                workspaces.bash_background(caller, id, request).await?.into()
             }
             (ToolRequest::Bash(request), Some(output)) => {
-                workspaces.bash_watched(id, request, move |bytes| output.write(bytes)).await?.into()
+                workspaces.bash_watched(caller, id, request, move |bytes| output.write(bytes)).await?.into()
             }
-            (ToolRequest::Bash(request), None) => workspaces.bash(id, request).await?.into(),
-            (ToolRequest::Read(request), _) if request.raw => self.read_raw(request).await?.into(),
-            (ToolRequest::Read(request), _) => workspaces.read(id, request).await?.into(),
-            (ToolRequest::Write(request), _) => workspaces.write(id, request).await?.into(),
-            (ToolRequest::Edit(request), _) => workspaces.edit(id, request).await?.into(),
-            (ToolRequest::Glob(request), _) => workspaces.glob(id, request).await?.into(),
-            (ToolRequest::Grep(request), _) => workspaces.grep(id, request).await?.into(),
-            (ToolRequest::Git(request), _) => workspaces.git(id, request).await?.into(),
+            (ToolRequest::Bash(request), None) => workspaces.bash(caller, id, request).await?.into(),
+            (ToolRequest::Read(request), _) if request.raw => self.read_raw(caller, request).await?.into(),
+            (ToolRequest::Read(request), _) => workspaces.read(caller, id, request).await?.into(),
+            (ToolRequest::Write(request), _) => workspaces.write(caller, id, request).await?.into(),
+            (ToolRequest::Edit(request), _) => workspaces.edit(caller, id, request).await?.into(),
+            (ToolRequest::Glob(request), _) => workspaces.glob(caller, id, request).await?.into(),
+            (ToolRequest::Grep(request), _) => workspaces.grep(caller, id, request).await?.into(),
+            (ToolRequest::Git(request), _) => workspaces.git(caller, id, request).await?.into(),
         })
     }
 
     /// A file's bytes, as many as a message holds.
-    async fn read_raw(&self, request: ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
-        let mut file = self.workspaces.read_raw(self.id, request).await?;
+    async fn read_raw(&self, caller: &Caller, request: ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
+        let mut file = self.workspaces.read_raw(caller, self.id, request).await?;
         let mut bytes = Vec::new();
         while let Some(piece) = file.next().await? {
             bytes.extend_from_slice(&piece);

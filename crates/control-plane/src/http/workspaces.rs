@@ -1,10 +1,8 @@
 //! Workspaces: create, list, get, stop, resume, destroy; and the providers they run on.
 
 use axum::Json;
-use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, Method, StatusCode};
-use axum::middleware::Next;
-use axum::response::{IntoResponse, Response};
+use axum::extract::{Extension, State};
+use axum::http::{HeaderMap, StatusCode};
 use emergent_store::WorkspaceFilter;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::id::SessionId;
@@ -17,30 +15,14 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
-use super::access::{Caller, workspace_route};
 use super::error::ApiError;
 use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun, IdempotencyKey};
-use crate::workspace::{Creation, error_of, is_mcp_server};
+use super::route::{RouteRule, Target};
+use crate::caller::Caller;
+use crate::workspace::{Creation, error_of};
 
-/// The switch that turns workspaces off.
-pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: Next) -> Response {
-    let path = request.uri().path();
-    let needs_sandboxes = path.starts_with("/api/v1/agent/") || path.starts_with("/api/v1/mcp/");
-    if !app.workspaces.settings.workspaces.enabled && needs_sandboxes {
-        let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
-        return ApiError::new(ErrorCode::NotFound, message).into_response();
-    }
-    // Who looks after an MCP server must not find it changed behind its back.
-    let changed =
-        workspace_route(path).filter(|(_, rest)| !rest.is_empty() || request.method() != Method::GET);
-    if let Some((id, _)) = changed
-        && app.mcp.hosts(id)
-    {
-        return ApiError(is_mcp_server(id)).into_response();
-    }
-    next.run(request).await
-}
+pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.create").needs_sandboxes();
 
 /// Create a workspace.
 ///
@@ -54,15 +36,16 @@ pub(super) async fn if_enabled(State(app): State<App>, request: Request, next: N
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn create(
     State(app): State<App>,
-    Extension(Caller(token)): Extension<Caller>,
+    Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Body(request): Body<CreateWorkspace>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
-    let key = match idempotency::begin(&app, &token, &headers, "workspace.create", &request).await? {
-        Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
-        Begun::New(key) => key,
-    };
+    let key =
+        match idempotency::begin(&app, &caller.principal, &headers, "workspace.create", &request).await? {
+            Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
+            Begun::New(key) => key,
+        };
     let creation = app.workspaces.begin_create(request, !at_once).await;
     finish_create(&app, creation, at_once, key).await
 }
@@ -134,6 +117,8 @@ pub(super) struct ListParams {
     limit: Option<u32>,
 }
 
+pub(super) const LIST: RouteRule = RouteRule::admin("workspace.list").needs_sandboxes();
+
 /// List workspaces, newest first.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces", tag = "workspaces", params(ListParams),
     responses((status = 200, body = WorkspaceList), (status = "4XX", body = ErrorBody)))]
@@ -152,6 +137,9 @@ pub(super) async fn list(
         app.workspaces.store.workspaces(filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
     Ok(Json(page))
 }
+
+pub(super) const GET: RouteRule =
+    RouteRule::admin("workspace.get").on(Target::AnyWorkspace).for_bound_tokens();
 
 /// Get one workspace.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
@@ -173,6 +161,8 @@ pub(super) struct Destroyed {
     destroyed: bool,
 }
 
+pub(super) const DESTROY: RouteRule = RouteRule::admin("workspace.destroy").on(Target::Workspace);
+
 /// Destroy a workspace and all its files.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
@@ -186,6 +176,8 @@ pub(super) async fn destroy(
     Ok(Json(Destroyed { id, destroyed: true }))
 }
 
+pub(super) const STOP: RouteRule = RouteRule::admin("workspace.stop").on(Target::Workspace);
+
 /// Stop a workspace; its files are kept.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/stop", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
@@ -197,6 +189,8 @@ pub(super) async fn stop(
     let workspaces = app.workspaces.clone();
     finish(tokio::spawn(async move { workspaces.stop(id).await })).await.map(Json)
 }
+
+pub(super) const RESUME: RouteRule = RouteRule::admin("workspace.resume").on(Target::Workspace);
 
 /// Resume a stopped workspace.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/resume", tag = "workspaces",
@@ -210,6 +204,8 @@ pub(super) async fn resume(
     finish(tokio::spawn(async move { workspaces.resume(id).await })).await.map(Json)
 }
 
+pub(super) const ATTACH: RouteRule = RouteRule::admin("workspace.attach").on(Target::Workspace);
+
 /// Hold a workspace for oneself.
 ///
 /// Only one can: a second holder gets 409 with the name of the first. Attaching again as the same holder is success.
@@ -222,9 +218,11 @@ pub(super) async fn attach(
     Id(id): Id<WorkspaceId>,
     Body(request): Body<AttachRequest>,
 ) -> Result<Json<Workspace>, ApiError> {
-    let holder = request.holder.unwrap_or(caller.0.name);
+    let holder = request.holder.unwrap_or(caller.principal.name);
     Ok(Json(app.workspaces.attach(id, &holder).await?))
 }
+
+pub(super) const DETACH: RouteRule = RouteRule::admin("workspace.detach").on(Target::Workspace);
 
 /// Let a workspace go. One that nobody holds is let go all the same.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/detach", tag = "workspaces",
@@ -236,7 +234,7 @@ pub(super) async fn detach(
     Id(id): Id<WorkspaceId>,
     Body(request): Body<DetachRequest>,
 ) -> Result<Json<Workspace>, ApiError> {
-    let holder = request.holder.unwrap_or(caller.0.name);
+    let holder = request.holder.unwrap_or(caller.principal.name);
     let holder = (!request.force).then_some(holder.as_str());
     Ok(Json(app.workspaces.detach(id, holder).await?))
 }
@@ -256,6 +254,8 @@ pub(super) struct ProviderList {
     /// Each provider there is, also those that are turned off.
     providers: Vec<ProviderInfo>,
 }
+
+pub(super) const PROVIDERS: RouteRule = RouteRule::admin("providers").needs_sandboxes();
 
 /// List the sandbox providers and how they are doing.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/providers", tag = "workspaces",

@@ -20,6 +20,7 @@ use serde::de::DeserializeOwned;
 
 use super::Workspaces;
 use super::live::Busy;
+use crate::caller::Caller;
 
 /// For tools that only look at or change files.
 const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
@@ -28,7 +29,7 @@ const MARGIN: Duration = Duration::from_millis(TERMINATE_GRACE_MS + 15_000);
 /// What an answer may hold besides the two streams at their limit: the note between head and tail.
 const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
 
-/// A call to a workspace that counts as use of it.
+/// A call in progress.
 struct ToolCall {
     call: Call,
     to: Called,
@@ -70,10 +71,17 @@ pub(crate) struct FileStream {
 }
 
 impl Workspaces {
-    /// Starts a call and notes the use.
-    async fn start(self: &Arc<Self>, id: WorkspaceId, message: &GuestCall) -> Result<ToolCall, ErrorDetail> {
+    /// Starts a call, and notes the use if it is one.
+    async fn start(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: WorkspaceId,
+        message: &GuestCall,
+    ) -> Result<ToolCall, ErrorDetail> {
         let (live, reached, mut busy) = self.reach(id).await?;
-        if let Some(used) = live.note_use(self.clock.now()) {
+        if caller.counts_as_use
+            && let Some(used) = live.note_use(self.clock.now())
+        {
             let workspaces = Arc::clone(self);
             tokio::spawn(async move { workspaces.write_use(id, Some(used)).await });
         }
@@ -127,17 +135,19 @@ impl Workspaces {
     /// A call whose answer is all there is.
     async fn ask<T: DeserializeOwned>(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         message: &GuestCall,
         limit: Duration,
     ) -> Result<T, ErrorDetail> {
-        let ToolCall { call, to, busy: _busy } = self.start(id, message).await?;
+        let ToolCall { call, to, busy: _busy } = self.start(caller, id, message).await?;
         self.within(to, limit, call.answer()).await
     }
 
     /// Runs a command and waits for its end.
     pub(crate) async fn bash(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: BashRequest,
     ) -> Result<BashAnswer, ErrorDetail> {
@@ -145,7 +155,7 @@ impl Workspaces {
         let limit = time_of(&request);
         let message =
             BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
-        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let ToolCall { call, to, busy } = self.start(caller, id, &GuestCall::Bash(message)).await?;
         let kills_before = self.oom_kills(to);
         let answer = call.answer_with_output::<BashAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, limit, answer).await?;
@@ -158,20 +168,22 @@ impl Workspaces {
     /// Runs a command and hands its output on as it comes.
     pub(crate) async fn bash_stream(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: BashRequest,
     ) -> Result<OutputStream, ErrorDetail> {
-        self.start_stream(id, request, false).await
+        self.start_stream(caller, id, request, false).await
     }
 
     /// Runs a command and waits for its end; its output is shown as it comes, and is in the answer all the same.
     pub(crate) async fn bash_watched(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: BashRequest,
         show: impl Fn(&[u8]) + Send,
     ) -> Result<BashAnswer, ErrorDetail> {
-        let mut output = self.start_stream(id, request, true).await?;
+        let mut output = self.start_stream(caller, id, request, true).await?;
         loop {
             match output.next().await? {
                 Event::Stdout(bytes) | Event::Stderr(bytes) => show(&bytes),
@@ -185,6 +197,7 @@ impl Workspaces {
 
     async fn start_stream(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: BashRequest,
         collect: bool,
@@ -192,7 +205,7 @@ impl Workspaces {
         request.validate()?;
         let deadline = tokio::time::Instant::now() + time_of(&request);
         let message = BashCall { operation_id: OperationId::generate(), request, stream: true, collect };
-        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let ToolCall { call, to, busy } = self.start(caller, id, &GuestCall::Bash(message)).await?;
         let of = StreamOf::Command { deadline, kills_before: self.oom_kills(to) };
         Ok(OutputStream { call, to, workspaces: Arc::clone(self), busy, of })
     }
@@ -200,13 +213,14 @@ impl Workspaces {
     /// Starts a command in the background.
     pub(crate) async fn bash_background(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: BashRequest,
     ) -> Result<OperationAnswer, ErrorDetail> {
         request.validate()?;
         let message =
             BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
-        let ToolCall { call, to, busy } = self.start(id, &GuestCall::Bash(message)).await?;
+        let ToolCall { call, to, busy } = self.start(caller, id, &GuestCall::Bash(message)).await?;
         let kills_before = self.oom_kills(to);
         let answer: OperationAnswer = self.within(to, FILE_TOOL_TIME, call.answer()).await?;
         busy.live().remember_operation(answer.operation_id, kills_before);
@@ -216,12 +230,13 @@ impl Workspaces {
     /// How a command in the background stands, and its output from an offset on.
     pub(crate) async fn operation(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         operation_id: OperationId,
         offset: u64,
     ) -> Result<OperationAnswer, ErrorDetail> {
         let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
-        let ToolCall { call, to, busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy } = self.start(caller, id, &message).await?;
         let answer = call.answer_with_output::<OperationAnswer>(OUTPUT_BYTES);
         let (mut answer, stdout, stderr) = self.within(to, FILE_TOOL_TIME, answer).await?;
         self.judge_operation(to, busy.live(), &mut answer);
@@ -233,42 +248,46 @@ impl Workspaces {
     /// Follows a command in the background until it ends.
     pub(crate) async fn operation_stream(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         operation_id: OperationId,
         offset: u64,
     ) -> Result<OutputStream, ErrorDetail> {
         let message = GuestCall::Attach(AttachCall { operation_id, offset, follow: true });
-        let ToolCall { call, to, busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy } = self.start(caller, id, &message).await?;
         Ok(OutputStream { call, to, workspaces: Arc::clone(self), busy, of: StreamOf::Operation })
     }
 
     /// Ends a command in the background.
     pub(crate) async fn kill_operation(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         operation_id: OperationId,
     ) -> Result<OperationAnswer, ErrorDetail> {
-        self.ask(id, &GuestCall::KillOperation(OperationCall { operation_id }), MARGIN * 2).await
+        self.ask(caller, id, &GuestCall::KillOperation(OperationCall { operation_id }), MARGIN * 2).await
     }
 
     /// Reads numbered lines or a directory.
     pub(crate) async fn read(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: ReadRequest,
     ) -> Result<ReadAnswer, ErrorDetail> {
         request.validate()?;
-        self.ask(id, &GuestCall::Read(request), FILE_TOOL_TIME).await
+        self.ask(caller, id, &GuestCall::Read(request), FILE_TOOL_TIME).await
     }
 
     /// Opens a file for its exact bytes.
     pub(crate) async fn read_raw(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: ReadRequest,
     ) -> Result<FileStream, ErrorDetail> {
         request.validate()?;
-        let ToolCall { mut call, to, busy } = self.start(id, &GuestCall::Read(request)).await?;
+        let ToolCall { mut call, to, busy } = self.start(caller, id, &GuestCall::Read(request)).await?;
         let (first, done) = match self.within(to, FILE_TOOL_TIME, call.next()).await? {
             Event::Stdout(bytes) | Event::Stderr(bytes) => (Some(bytes), false),
             Event::Answer(_) => (None, true),
@@ -279,6 +298,7 @@ impl Workspaces {
     /// Writes a file.
     pub(crate) async fn write(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: WriteRequest,
     ) -> Result<WriteAnswer, ErrorDetail> {
@@ -286,7 +306,7 @@ impl Workspaces {
         let content = decode(request.content, request.encoding)?;
         self.refuse_without_room_for(content.len() as u64)?;
         let message = GuestCall::Write(WriteCall { file_path: request.file_path });
-        let ToolCall { call, to, busy: _busy } = self.start(id, &message).await?;
+        let ToolCall { call, to, busy: _busy } = self.start(caller, id, &message).await?;
         let written = async {
             call.send_input(&content).await?;
             call.end_input().await?;
@@ -298,43 +318,47 @@ impl Workspaces {
     /// Edits a file.
     pub(crate) async fn edit(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: EditRequest,
     ) -> Result<EditAnswer, ErrorDetail> {
         request.validate()?;
         self.refuse_if_disk_is_full()?;
-        self.ask(id, &GuestCall::Edit(request), FILE_TOOL_TIME).await
+        self.ask(caller, id, &GuestCall::Edit(request), FILE_TOOL_TIME).await
     }
 
     /// Finds files by name.
     pub(crate) async fn glob(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: GlobRequest,
     ) -> Result<GlobAnswer, ErrorDetail> {
         request.validate()?;
-        self.ask(id, &GuestCall::Glob(request), FILE_TOOL_TIME).await
+        self.ask(caller, id, &GuestCall::Glob(request), FILE_TOOL_TIME).await
     }
 
     /// Searches file contents.
     pub(crate) async fn grep(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: GrepRequest,
     ) -> Result<GrepAnswer, ErrorDetail> {
         request.validate()?;
-        self.ask(id, &GuestCall::Grep(request), FILE_TOOL_TIME).await
+        self.ask(caller, id, &GuestCall::Grep(request), FILE_TOOL_TIME).await
     }
 
     /// Runs git.
     pub(crate) async fn git(
         self: &Arc<Self>,
+        caller: &Caller,
         id: WorkspaceId,
         request: GitRequest,
     ) -> Result<GitAnswer, ErrorDetail> {
         request.validate()?;
         let limit = Duration::from_millis(MAX_TIMEOUT_MS) + MARGIN;
-        self.ask(id, &GuestCall::Git(request), limit).await
+        self.ask(caller, id, &GuestCall::Git(request), limit).await
     }
 }
 

@@ -80,6 +80,7 @@ both_engines! {
         expired_and_revoked_tokens_are_refused,
         a_name_is_used_once_at_a_time,
         a_workspaces_tokens_go_with_it,
+        tokens_of_projects_and_sessions_go_with_them,
         last_use_is_written_once_a_minute,
         the_last_usable_admin_token_is_not_revoked,
         revoking_all_admin_tokens_at_once_leaves_one,

@@ -1,14 +1,19 @@
 //! Access tokens.
 
 use chrono::{DateTime, TimeDelta, Utc};
-use emergent_store::{Result, StoreError, TOKEN_PREFIX, TokenRefusal};
-use emergent_wire::access::{CreateToken, Token, TokenScope};
+use emergent_store::{NewToken, Result, StoreError, TOKEN_PREFIX, TokenRefusal};
+use emergent_wire::access::{Token, TokenScope};
+use emergent_wire::id::{ProjectId, SessionId};
 use emergent_wire::{TokenId, WorkspaceId};
 
 use crate::support::TestDb;
 
-fn admin(name: &str) -> CreateToken {
-    CreateToken { name: name.into(), workspace_id: None, ttl_seconds: None }
+fn admin(name: &str) -> NewToken {
+    NewToken { name: name.into(), scope: TokenScope::Admin, ttl_seconds: None }
+}
+
+fn bound_to(workspace_id: WorkspaceId, name: &str) -> NewToken {
+    NewToken { scope: TokenScope::Workspace { workspace_id }, ..admin(name) }
 }
 
 fn now() -> DateTime<Utc> {
@@ -38,19 +43,19 @@ pub(crate) async fn a_token_is_shown_once_and_verified(db: TestDb) {
     }
 
     let workspace_id = db.add().await.id;
-    let request = CreateToken { workspace_id: Some(workspace_id), ..admin("session") };
+    let request = bound_to(workspace_id, "session");
     let bound = store.create_token(&request, now()).await.unwrap();
     assert_eq!(bound.token.scope, TokenScope::Workspace { workspace_id });
     let names: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.name).collect();
     assert_eq!(names, ["ci", "session"]);
-    let request = CreateToken { workspace_id: Some(WorkspaceId::generate()), ..admin("nowhere") };
+    let request = bound_to(WorkspaceId::generate(), "nowhere");
     let error = store.create_token(&request, now()).await.unwrap_err();
     assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
 }
 
 pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
     let store = &db.store;
-    let request = CreateToken { ttl_seconds: Some(60), ..admin("short") };
+    let request = NewToken { ttl_seconds: Some(60), ..admin("short") };
     let short = store.create_token(&request, now()).await.unwrap();
     let end = now() + TimeDelta::seconds(60);
     assert_eq!(short.token.expires_at, Some(end));
@@ -90,7 +95,7 @@ pub(crate) async fn a_name_is_used_once_at_a_time(db: TestDb) {
     assert_eq!(made.len(), 1);
     store.create_token(&admin("other"), now()).await.unwrap();
     store.revoke_token(made[0].token.id, now()).await.unwrap();
-    let request = CreateToken { ttl_seconds: Some(1), ..admin("ci") };
+    let request = NewToken { ttl_seconds: Some(1), ..admin("ci") };
     store.create_token(&request, now()).await.unwrap();
     // That one has expired by then.
     store.create_token(&admin("ci"), now() + TimeDelta::seconds(1)).await.unwrap();
@@ -99,13 +104,41 @@ pub(crate) async fn a_name_is_used_once_at_a_time(db: TestDb) {
 
 pub(crate) async fn a_workspaces_tokens_go_with_it(db: TestDb) {
     let workspace_id = db.add().await.id;
-    let request = CreateToken { workspace_id: Some(workspace_id), ..admin("session") };
+    let request = bound_to(workspace_id, "session");
     let bound = db.store.create_token(&request, now()).await.unwrap();
     let free = db.store.create_token(&admin("admin"), now()).await.unwrap();
     assert!(db.store.delete_workspace(workspace_id).await.unwrap());
     assert!(!db.store.delete_workspace(workspace_id).await.unwrap());
     assert_eq!(refusal(db.store.verify_token(&bound.secret, now()).await), TokenRefusal::Unknown);
     db.store.verify_token(&free.secret, now()).await.unwrap();
+}
+
+pub(crate) async fn tokens_of_projects_and_sessions_go_with_them(db: TestDb) {
+    let (project_id, session_id) = (ProjectId::generate(), SessionId::generate());
+    db.sql(&format!("INSERT INTO projects (id, name) VALUES ('{project_id}', 'team')")).await;
+    db.sql(&format!("INSERT INTO agent_sessions (id) VALUES ('{session_id}')")).await;
+    let workspace_id = Some(db.add().await.id);
+    for (name, scope) in [
+        ("project", TokenScope::Project { project_id }),
+        ("session", TokenScope::Session { session_id, workspace_id: None }),
+        ("session with a workspace", TokenScope::Session { session_id, workspace_id }),
+    ] {
+        let made = db.store.create_token(&NewToken { scope, ..admin(name) }, now()).await.unwrap();
+        assert_eq!(made.token.scope, scope);
+        assert_eq!(db.store.verify_token(&made.secret, now()).await.unwrap().scope, scope);
+        let missing = match scope {
+            TokenScope::Project { .. } => TokenScope::Project { project_id: ProjectId::generate() },
+            _ => TokenScope::Session { session_id: SessionId::generate(), workspace_id: None },
+        };
+        let error =
+            db.store.create_token(&NewToken { scope: missing, ..admin("none") }, now()).await.unwrap_err();
+        assert!(matches!(error, StoreError::NotFound { kind: "project" | "session", .. }), "{error}");
+    }
+    assert_eq!(db.store.tokens().await.unwrap().len(), 3);
+    db.sql("DELETE FROM projects").await;
+    assert_eq!(db.store.tokens().await.unwrap().len(), 2);
+    db.sql("DELETE FROM agent_sessions").await;
+    assert_eq!(db.store.tokens().await.unwrap(), []);
 }
 
 pub(crate) async fn last_use_is_written_once_a_minute(db: TestDb) {
@@ -125,10 +158,9 @@ pub(crate) async fn the_last_usable_admin_token_is_not_revoked(db: TestDb) {
     let store = &db.store;
     let last = store.create_token(&admin("last"), now()).await.unwrap();
     // None of these can take its place.
-    let request = CreateToken { ttl_seconds: Some(1), ..admin("expired") };
+    let request = NewToken { ttl_seconds: Some(1), ..admin("expired") };
     let expired = store.create_token(&request, now() - TimeDelta::seconds(1)).await.unwrap();
-    let workspace_id = Some(db.add().await.id);
-    let bound = CreateToken { workspace_id, ..admin("bound") };
+    let bound = bound_to(db.add().await.id, "bound");
     let bound = store.create_token(&bound, now()).await.unwrap();
 
     let error = store.revoke_token(last.token.id, now()).await.unwrap_err();
@@ -181,10 +213,10 @@ pub(crate) async fn a_token_is_replaced_by_one_with_its_name(db: TestDb) {
     let left: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.id).collect();
     assert_eq!(left, [second.token.id]);
 
-    let request = CreateToken { workspace_id: Some(db.add().await.id), ..admin("first-start") };
+    let request = bound_to(db.add().await.id, "first-start");
     let error = store.replace_token(&request, now()).await.unwrap_err();
     assert!(matches!(error, StoreError::Conflict { .. }), "{error}");
-    let request = CreateToken { workspace_id: Some(WorkspaceId::generate()), ..admin("nowhere") };
+    let request = bound_to(WorkspaceId::generate(), "nowhere");
     let error = store.replace_token(&request, now()).await.unwrap_err();
     assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
     store.verify_token(&second.secret, now()).await.unwrap();
