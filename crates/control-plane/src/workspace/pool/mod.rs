@@ -30,7 +30,7 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{ErrorDetail, WorkspaceId};
 use futures_util::StreamExt;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, RwLock};
 
 use super::live::Reached;
 use super::placement::{self, Wish};
@@ -67,6 +67,9 @@ pub(crate) struct Pool {
     is_on: AtomicBool,
     /// One pass at a time.
     passing: tokio::sync::Mutex<()>,
+    /// How often this server has set the target. It is read-locked while the row of a new spare is inserted, so that once a
+    /// target is set, no spare is begun for the one before.
+    target_revision: RwLock<u64>,
 }
 
 /// A spare with its channel.
@@ -142,7 +145,10 @@ impl Workspaces {
                 serde_json::to_string(&target).unwrap_or_default()
             }
         };
+        let mut revision = self.pool.target_revision.write().await;
         self.store.put_setting(SETTING, &text).await.map_err(error_of)?;
+        *revision += 1;
+        drop(revision);
         self.pool.failing().clear();
         self.pool.changed.notify_one();
         Ok(())
@@ -188,6 +194,7 @@ impl Workspaces {
     }
 
     async fn try_maintain(self: &Arc<Self>) -> Result<(), ErrorDetail> {
+        let revision = *self.pool.target_revision.read().await;
         let (target, _) = self.pool_target().await?;
         let is_on = target.shapes.iter().any(|shape| shape.size > 0);
         self.pool.is_on.store(is_on, Ordering::Relaxed);
@@ -202,7 +209,7 @@ impl Workspaces {
             let is_free = |spare: &Spare| self.is_mine_to_change(spare.owner);
             plan::plan(&wanted, &spares, |id| dead.contains(&id), is_free)
         };
-        tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill));
+        tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill, revision));
         self.count_spares().await;
         Ok(())
     }
@@ -279,9 +286,9 @@ impl Workspaces {
             .await;
     }
 
-    async fn fill_all(&self, wanted: Vec<Wanted>) {
+    async fn fill_all(&self, wanted: Vec<Wanted>, target_revision: u64) {
         futures_util::stream::iter(wanted)
-            .for_each_concurrent(AT_ONCE, |wanted| async move { self.fill(wanted).await })
+            .for_each_concurrent(AT_ONCE, |wanted| async move { self.fill(wanted, target_revision).await })
             .await;
     }
 
@@ -301,11 +308,11 @@ impl Workspaces {
     }
 
     /// Makes a spare, unless there are enough.
-    async fn fill(&self, wanted: Wanted) {
+    async fn fill(&self, wanted: Wanted, target_revision: u64) {
         if self.pool.is_paused(&wanted.shape) {
             return;
         }
-        match self.try_fill(&wanted).await {
+        match self.try_fill(&wanted, target_revision).await {
             Ok(()) => {
                 self.pool.failing().remove(&wanted.shape);
             }
@@ -313,12 +320,16 @@ impl Workspaces {
         }
     }
 
-    async fn try_fill(&self, wanted: &Wanted) -> Result<(), ErrorDetail> {
+    async fn try_fill(&self, wanted: &Wanted, target_revision: u64) -> Result<(), ErrorDetail> {
         let id = WorkspaceId::generate();
         let Wanted { shape, digest, size } = wanted;
-        if !self.store.insert_spare(id, shape, digest, *size).await.map_err(error_of)? {
+        let revision = self.pool.target_revision.read().await;
+        if *revision != target_revision
+            || !self.store.insert_spare(id, shape, digest, *size).await.map_err(error_of)?
+        {
             return Ok(());
         }
+        drop(revision);
         failpoint!("fill.row_written");
         let provider = self.provider(shape.provider)?;
         let sandbox = match provider.create(&self.spare_spec(id, shape)).await {
