@@ -1,4 +1,4 @@
-//! Who makes a call. Domain functions that must know it take a [`Caller`], whatever front the call came through.
+//! The principal behind a call. Domain functions that depend on it take a [`Caller`], whichever front the call came through.
 
 use emergent_wire::TokenId;
 use emergent_wire::access::{Token, TokenScope};

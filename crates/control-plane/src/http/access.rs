@@ -1,4 +1,4 @@
-//! Who may do what: the rule of each route (`route.rs`) is checked before its handler runs.
+//! Access control: checks a request's token against the rule of its route (`route.rs`) before the handler runs.
 //!
 //! A request, and the stream that answers it, last no longer than the token: when it is revoked they end.
 

@@ -1,4 +1,4 @@
-//! What a route needs, and how calls to it are recorded: a [`RouteRule`] beside each handler, and nowhere else.
+//! Rules of routes. A [`RouteRule`] stands beside each handler, and nowhere else: the access it needs and how its calls are recorded.
 //!
 //! A route can be added to the server only with its rule ([`Routes::add`]), which puts these layers around the handler:
 //!
@@ -26,10 +26,10 @@ use crate::workspace::is_mcp_server;
 /// The largest body, unless the rule says otherwise.
 pub(super) const BODY_BYTES: usize = 5 << 20;
 
-/// What a route needs, and how calls to it are recorded.
+/// The access that a route needs, and how its calls are recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RouteRule {
-    /// What a call does: its name in the audit log and the metrics.
+    /// The name of a call in the audit log and the metrics.
     pub(super) action: &'static str,
     pub(super) access: Access,
     pub(super) target: Target,
@@ -41,7 +41,7 @@ pub(crate) struct RouteRule {
     body_bytes: usize,
 }
 
-/// Who may call a route.
+/// The tokens that may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Anybody, without a token.
@@ -52,7 +52,7 @@ pub enum Access {
     Bound,
 }
 
-/// What `{id}` in a route's path names.
+/// The kind of thing that `{id}` in a route's path names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     /// Neither a workspace nor an MCP server.
@@ -157,9 +157,9 @@ pub struct DeclaredRoute {
     pub method: String,
     /// With parameters in braces.
     pub path: String,
-    /// What a call does: its name in the audit log and the metrics.
+    /// The name of a call in the audit log and the metrics.
     pub action: &'static str,
-    /// Who may call it.
+    /// The tokens that may call it.
     pub access: Access,
     pub(crate) rule: RouteRule,
 }

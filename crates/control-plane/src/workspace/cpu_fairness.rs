@@ -2,9 +2,10 @@
 //!
 //! Each sandbox has a credit of CPU seconds. The credit grows with time and with each new call; CPU time that the sandbox uses
 //! is subtracted. While the host's CPUs are busy, a sandbox with a negative credit is in the background: it gets only CPU time
-//! that no other process wants. So a build, a fork bomb or an endless loop is in the background after less than a second, and a
-//! workspace that only answers calls never is. If all sandboxes are busy, all are in the background and share the CPUs equally. A
-//! sandbox that gets no CPU time at all leaves the background after two seconds, so none starves.
+//! that no other process wants. So a build, a fork bomb or an endless loop is in the background within a few seconds (the credit
+//! is bounded), and a workspace that only answers short calls is not. If all sandboxes are busy, all are in the background and share
+//! the CPUs equally. The credit grows in the background, too: a sandbox that gets no CPU time at all leaves the background after two
+//! seconds (later where many sandboxes are busy), so none starves.
 //!
 //! While two or more sandboxes are in the background and another workspace is in use, those in the background also leave one
 //! CPU free ([`CpuGroup`] says why).
@@ -43,7 +44,7 @@ const EARNED_BY_A_CALL: f64 = 0.1;
 const FIRST_CREDIT: f64 = 0.5;
 /// What an account can hold at most.
 const MOST_SAVED: f64 = 5.0;
-/// How far it can be overdrawn: after this, a sandbox that uses nothing is out of debt in two seconds.
+/// How far it can be overdrawn: a sandbox that uses nothing is out of debt after two seconds, or later where many are busy.
 const MOST_OWED: f64 = 0.5;
 /// A workspace is in use for this long after its last call.
 const IN_USE_FOR: Duration = Duration::from_secs(10);
