@@ -9,7 +9,7 @@ use emergent_wire::pool::{PoolShape, PoolTarget};
 use emergent_wire::workspace::{
     DEFAULT_IMAGE, DeploymentMode, MAX_TTL_SECONDS, MIN_TTL_SECONDS, ResourceLimits,
 };
-use emergent_wire::{ByteSize, CpuCount, ErrorDetail};
+use emergent_wire::{ByteSize, CpuCount, ErrorDetail, Validate as _};
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use secrecy::{ExposeSecret as _, SecretString};

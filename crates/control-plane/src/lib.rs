@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! http/       parses, checks access, calls, converts; the only module that knows axum
-//! workspace/  placement, lifecycle, tool calls, recovery
+//! tools/      the table of the tools, and the one path of their calls
+//! workspace/  placement, lifecycle, calls to the guest agent, recovery
 //! background  what runs without being asked: takes no input, looks, converges
 //! audit       one writer for the hash chain; retention exports and removes old rows
 //! server      starting and stopping
@@ -28,7 +29,9 @@ mod mcp;
 mod server;
 mod stall;
 mod storage;
+mod summary;
 mod tls;
+mod tools;
 mod workspace;
 
 pub use config::{ConfigError, Existing, Overrides, Settings};

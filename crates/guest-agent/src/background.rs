@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use emergent_guest_protocol::{AttachCall, BashCall, Kind};
 use emergent_wire::tools::{OperationAnswer, OperationStatus};
-use emergent_wire::{ErrorCode, ErrorDetail, OperationId};
+use emergent_wire::{ErrorCode, ErrorDetail, OperationId, Validate as _};
 use serde::{Deserialize, Serialize};
 
 use crate::agent::Agent;

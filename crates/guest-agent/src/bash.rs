@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use emergent_guest_protocol::{BashCall, Kind};
 use emergent_wire::tools::{BashAnswer, BashRequest, WORKSPACE_DIR};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 
 use crate::agent::Agent;
 use crate::call::{Call, cancelled};

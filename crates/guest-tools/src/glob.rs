@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use emergent_wire::tools::{DEFAULT_MATCHES, GlobAnswer, GlobRequest};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 use ignore::{DirEntry, WalkState};
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;

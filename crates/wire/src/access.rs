@@ -3,7 +3,9 @@
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{ProjectId, SessionId, TokenId, WorkspaceId};
+use crate::validate::Validate;
 
 /// What a token may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -45,6 +47,25 @@ pub struct CreateToken {
     /// It stops working after this time; never unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ttl_seconds: Option<u64>,
+}
+
+/// The longest name of a token.
+const MAX_NAME_BYTES: usize = 100;
+/// The longest life of a token: ten years.
+const MAX_TTL_SECONDS: u64 = 10 * 365 * 24 * 3600;
+
+impl Validate for CreateToken {
+    fn validate(&self) -> Result<(), ErrorDetail> {
+        let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
+        let name = self.name.trim();
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || name.chars().any(char::is_control) {
+            return bad("name must have 1 to 100 characters, and no control characters".to_owned());
+        }
+        if self.ttl_seconds.is_some_and(|ttl| !(1..=MAX_TTL_SECONDS).contains(&ttl)) {
+            return bad(format!("ttl_seconds must be from 1 to {MAX_TTL_SECONDS}"));
+        }
+        Ok(())
+    }
 }
 
 impl CreateToken {

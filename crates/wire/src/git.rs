@@ -4,7 +4,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::git_url::check_repository;
-use crate::tools::check_path;
+use crate::tools::{ToolRequest, check_path};
+use crate::validate::Validate;
 
 /// What git shall do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -193,9 +194,15 @@ impl GitRequest {
             remote: None,
         }
     }
+}
 
-    /// Checks that the fields the action needs are there, and that no value can be taken for an option.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl ToolRequest for GitRequest {
+    const NAME: &'static str = "git";
+    type Answer = GitAnswer;
+}
+
+impl Validate for GitRequest {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
         let action = self.action;
         if let Some(path) = &self.path {

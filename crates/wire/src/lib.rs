@@ -20,8 +20,10 @@ pub mod pool;
 pub mod size;
 pub mod snapshot;
 pub mod tools;
+pub mod validate;
 pub mod workspace;
 
 pub use error::{ErrorCode, ErrorDetail};
 pub use id::{OperationId, SnapshotId, TokenId, WorkspaceId};
 pub use size::{ByteSize, CpuCount};
+pub use validate::{Valid, Validate};

@@ -11,6 +11,7 @@ use crate::names::names;
 use crate::object::{self, Object};
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::{WORKSPACE_DIR, check_environment};
+use crate::validate::Validate;
 use crate::workspace::{
     ContainerType, Lifecycle, NetworkMode, Placement, ProviderChoice, ProviderName, RequestedLimits,
     ResourceLimits, Usage,
@@ -166,9 +167,8 @@ const fn yes() -> bool {
     true
 }
 
-impl RegisterMcpServer {
-    /// Checks names, ranges and lengths.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for RegisterMcpServer {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
         check_name(&self.name)?;
         if self.image.is_none() && self.command.is_empty() {

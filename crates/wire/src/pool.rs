@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::names::names;
 use crate::object;
+use crate::validate::Validate;
 use crate::workspace::{NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits};
 
 names!(
@@ -55,9 +56,8 @@ pub struct PoolTarget {
     pub shapes: Vec<PoolShape>,
 }
 
-impl PoolTarget {
-    /// Refuses what no pool can be.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for PoolTarget {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
         if self.shapes.len() > MAX_SHAPES {
             return bad(format!("{} shapes: at most {MAX_SHAPES} are possible", self.shapes.len()));

@@ -9,6 +9,7 @@ use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{SnapshotId, WorkspaceId};
 use crate::names::names;
 use crate::object;
+use crate::validate::Validate;
 use crate::workspace::{CreateWorkspace, NetworkMode, ProviderName, RequestedLimits, ResourceLimits};
 
 names!(
@@ -42,9 +43,8 @@ pub struct CreateSnapshot {
     pub memory: bool,
 }
 
-impl CreateSnapshot {
-    /// Checks lengths.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for CreateSnapshot {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         if self.description.as_ref().is_some_and(|text| text.len() > MAX_DESCRIPTION_BYTES) {
             let message = format!("description is over {MAX_DESCRIPTION_BYTES} bytes");
             return Err(ErrorDetail::new(ErrorCode::BadRequest, message));
@@ -115,9 +115,8 @@ pub struct FromSnapshot {
     pub ttl_seconds: Option<u64>,
 }
 
-impl FromSnapshot {
-    /// Checks ranges and lengths.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for FromSnapshot {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         CreateWorkspace {
             environment: self.environment.clone(),
             ttl_seconds: self.ttl_seconds,

@@ -12,6 +12,7 @@ use crate::names::names;
 use crate::object;
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::check_environment;
+use crate::validate::Validate;
 
 /// The image a workspace has when the request names none.
 pub const DEFAULT_IMAGE: &str = "emergent/workspace:latest";
@@ -198,9 +199,8 @@ pub const MIN_MEMORY: ByteSize = ByteSize::mib(128);
 /// The smallest disk a sandbox can start with.
 pub const MIN_DISK: ByteSize = ByteSize::mib(16);
 
-impl ResourceLimits {
-    /// Refuses limits no sandbox can start with.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for ResourceLimits {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         let refuse = |message: String| Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
         if self.cpu.millis() < 10 || self.cpu.millis() > 512_000 {
             return refuse(format!("resource_limits.cpu is {}: it must be from 0.01 to 512", self.cpu));
@@ -269,9 +269,8 @@ pub const MIN_TTL_SECONDS: u64 = 60;
 /// The longest life a workspace can be given.
 pub const MAX_TTL_SECONDS: u64 = 365 * 24 * 3600;
 
-impl CreateWorkspace {
-    /// Checks ranges and lengths.
-    pub fn validate(&self) -> Result<(), ErrorDetail> {
+impl Validate for CreateWorkspace {
+    fn validate(&self) -> Result<(), ErrorDetail> {
         let bad = |message: String| Err(ErrorDetail::new(ErrorCode::BadRequest, message));
         if let Some(ttl) = self.ttl_seconds
             && !(MIN_TTL_SECONDS..=MAX_TTL_SECONDS).contains(&ttl)
@@ -418,6 +417,18 @@ pub struct DetachRequest {
     /// Take it from whoever holds it.
     #[serde(default)]
     pub force: bool,
+}
+
+impl Validate for AttachRequest {
+    fn validate(&self) -> Result<(), ErrorDetail> {
+        self.holder.as_deref().map_or(Ok(()), check_holder)
+    }
+}
+
+impl Validate for DetachRequest {
+    fn validate(&self) -> Result<(), ErrorDetail> {
+        self.holder.as_deref().map_or(Ok(()), check_holder)
+    }
 }
 
 /// The longest name of a holder.

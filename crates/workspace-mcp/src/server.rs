@@ -3,7 +3,6 @@
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
-use emergent_wire::tools::Tool;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use futures_util::FutureExt as _;
 use http::request::Parts;
@@ -20,13 +19,19 @@ use rmcp::{ErrorData, RoleServer, ServerHandler};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
-use crate::result::{failure, result};
+use crate::OutputSink;
+use crate::result::result;
 use crate::sessions::Sessions;
-use crate::tools::{Call, ToolAnswer, ToolRequest, Tools};
-use crate::{OutputSink, catalog, descriptions};
+use crate::tools::{Call, ToolDescription, ToolResult, Tools};
 
-/// What the server is called.
+/// The server's name.
 const NAME: &str = "emergent-workspace";
+/// Instructions for a model: the workspace as a whole.
+const INSTRUCTIONS: &str = "\
+These tools work in one workspace: an isolated Linux machine with a disk of its own. Files live under /workspace, where \
+relative paths start and where they stay from call to call; commands can change everything there and nothing outside. \
+Use read, write, edit, glob and grep for files, git for repositories, and bash for all else: building, testing, \
+installing, running programs. Output and answers are bounded; whatever was cut says so and says how to get the rest.";
 /// The header with a session's id.
 pub(crate) const SESSION_HEADER: &str = "mcp-session-id";
 
@@ -42,30 +47,23 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// The tool of a name, if it may be used here.
-    fn find(&self, name: &str) -> Option<(Tool, &'static McpTool)> {
-        catalog::find(name).filter(|(tool, _)| self.tools.allowed().contains(tool))
+    /// A tool that a request may use.
+    fn find(&self, name: &str, http: &http::Extensions) -> Option<&ToolDescription> {
+        self.tools.all().iter().find(|tool| tool.name() == name && self.tools.is_allowed(name, http))
     }
 
     /// Runs a tool, with its output as progress if the client wants that.
-    async fn run(
-        &self,
-        request: ToolRequest,
-        http: http::Extensions,
-        context: &RequestContext<RoleServer>,
-    ) -> Result<ToolAnswer, ErrorDetail> {
-        let Ok(_place) = self.calls.try_acquire() else {
+    async fn run(&self, call: Call, context: &RequestContext<RoleServer>) -> Result<ToolResult, ErrorDetail> {
+        let Ok(_permit) = self.calls.try_acquire() else {
             let message = "too many calls run in this workspace: retry when one has ended";
             return Err(ErrorDetail::new(ErrorCode::LimitReached, message));
         };
-        let streams = matches!(&request, ToolRequest::Bash(bash) if !bash.background);
-        let token = context.meta.get_progress_token().filter(|_| streams);
-        let Some(token) = token else {
-            return self.call(Call { request, output: None, http }).await;
+        let Some(token) = context.meta.get_progress_token() else {
+            return self.call(call).await;
         };
         let output = OutputSink::default();
         let call = async {
-            let answer = self.call(Call { request, output: Some(output.clone()), http }).await;
+            let answer = self.call(Call { output: Some(output.clone()), ..call }).await;
             output.close();
             answer
         };
@@ -73,10 +71,10 @@ impl Server {
     }
 
     /// Calls the tool. A panic must not leave the client waiting for ever.
-    async fn call(&self, call: Call) -> Result<ToolAnswer, ErrorDetail> {
-        let tool = call.request.tool();
+    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail> {
+        let name = call.name.clone();
         AssertUnwindSafe(self.tools.call(call)).catch_unwind().await.unwrap_or_else(|_| {
-            tracing::error!(tool = tool.as_str(), "a tool panicked");
+            tracing::error!(tool = name, "a tool panicked");
             Err(ErrorDetail::new(
                 ErrorCode::Internal,
                 "the server failed: it is a fault of the server itself",
@@ -91,19 +89,23 @@ impl ServerHandler for Server {
         server.title = Some("Emergent workspace".to_owned());
         ServerConfig::new(ServerCapabilities::builder().enable_tools().build())
             .with_server_info(server)
-            .with_instructions(descriptions::INSTRUCTIONS)
+            .with_instructions(INSTRUCTIONS)
     }
 
     async fn list_tools(
         &self,
         _request: Option<PaginatedRequestParams>,
-        _context: RequestContext<RoleServer>,
+        context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
-        Ok(ListToolsResult::with_all_items(catalog::tools(&self.tools.allowed())))
+        let none = http::Extensions::new();
+        let http = context.extensions.get::<Parts>().map_or(&none, |parts| &parts.extensions);
+        let allowed = self.tools.all().iter().filter(|tool| self.tools.is_allowed(tool.name(), http));
+        Ok(ListToolsResult::with_all_items(allowed.map(ToolDescription::to_mcp).collect()))
     }
 
+    /// The library asks for a tool's schema, not for permission: that is checked by each call.
     fn get_tool(&self, name: &str) -> Option<McpTool> {
-        self.find(name).map(|(_, described)| described.clone())
+        self.tools.all().iter().find(|tool| tool.name() == name).map(ToolDescription::to_mcp)
     }
 
     async fn call_tool(
@@ -111,26 +113,23 @@ impl ServerHandler for Server {
         params: CallToolRequestParams,
         mut context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        let Some((tool, _)) = self.find(&params.name) else {
-            let name: String = params.name.chars().take(64).collect();
-            return Err(ErrorData::invalid_params(format!("there is no tool '{name}' here"), None));
-        };
-        let request = match ToolRequest::parse(tool, params.arguments.unwrap_or_default()) {
-            Ok(request) => request,
-            Err(error) => return Ok(failure(error).into()),
-        };
         let parts = context.extensions.remove::<Parts>();
         let session = parts.as_ref().and_then(|parts| {
             let id = parts.headers.get(SESSION_HEADER)?.to_str().ok()?;
             self.sessions.get(id)
         });
+        let http = parts.map(|parts| parts.extensions).unwrap_or_default();
+        if self.find(&params.name, &http).is_none() {
+            let name: String = params.name.chars().take(64).collect();
+            return Err(ErrorData::invalid_params(format!("there is no tool '{name}' here"), None));
+        }
         let _in_use = session.as_ref().map(|session| session.calls());
         let ended = session.map_or_else(|| self.ended.clone(), |session| session.ended());
-        let http = parts.map(|parts| parts.extensions).unwrap_or_default();
-        let wants_raw = matches!(&request, ToolRequest::Read(read) if read.raw);
+        let (name, arguments) = (params.name.into_owned(), params.arguments.unwrap_or_default());
+        let call = Call { name, arguments, output: None, http };
         // Whichever ends the wait drops the call, and so cancels it.
         tokio::select! {
-            answer = self.run(request, http, &context) => Ok(result(wants_raw, answer).into()),
+            answer = self.run(call, &context) => Ok(result(answer).into()),
             () = context.ct.cancelled() => Err(cancelled()),
             () = ended.cancelled() => Err(cancelled()),
         }

@@ -1,171 +1,106 @@
-//! The seam: what this crate asks of whoever runs the tools.
+//! The seam: what this crate asks of the code that runs the tools.
+
+use std::sync::Arc;
 
 use async_trait::async_trait;
-use emergent_wire::git::{GitAnswer, GitRequest};
-use emergent_wire::tools::{
-    BashAnswer, BashRequest, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer, GrepRequest,
-    OperationAnswer, ReadAnswer, ReadRequest, Tool, WriteAnswer, WriteRequest,
-};
-use emergent_wire::{ErrorCode, ErrorDetail};
-use rmcp::model::JsonObject;
+use emergent_wire::ErrorDetail;
+use rmcp::model::{JsonObject, Tool as McpTool, ToolAnnotations};
 use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::OutputSink;
 
-/// Runs the tools of one workspace.
+/// The tools of one workspace.
 #[async_trait]
 pub trait Tools: Send + Sync + 'static {
-    /// The tools that may be used here now. Others are neither shown nor run.
-    fn allowed(&self) -> Vec<Tool>;
+    /// All tools, in the order in which they are listed.
+    fn all(&self) -> &[ToolDescription];
 
-    /// Runs a tool. The request was parsed, but its ranges were not checked. Dropping the future cancels the call.
-    async fn call(&self, call: Call) -> Result<ToolAnswer, ErrorDetail>;
+    /// Whether a request with these extensions may use a tool. Other tools are neither listed nor run.
+    fn is_allowed(&self, name: &str, http: &http::Extensions) -> bool;
+
+    /// Runs a tool. Dropping the future cancels the call.
+    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail>;
 }
 
 /// One call of a tool.
 #[derive(Debug)]
 pub struct Call {
-    /// What to do.
-    pub request: ToolRequest,
-    /// Takes a command's output as it comes, when somebody wants to see it (bash in the foreground only). The
-    /// answer holds the output all the same.
+    /// The tool's name.
+    pub name: String,
+    /// The arguments as the client sent them.
+    pub arguments: JsonObject,
+    /// Takes output while the tool runs, when the client wants to see it. The answer holds the output, too.
     pub output: Option<OutputSink>,
-    /// What was attached to the HTTP request that brought the call: who asks, for instance. Calls of one session
-    /// may come from different callers.
+    /// The extensions of the HTTP request that brought the call, such as the caller. Calls of one session may come from different
+    /// callers.
     pub http: http::Extensions,
 }
 
-/// The request of a tool, as REST takes it.
+/// A tool as clients see it.
+#[derive(Clone, Debug, Serialize)]
+#[serde(transparent)]
+pub struct ToolDescription(McpTool);
+
+/// Hints for clients that ask a person before they call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hints {
+    /// The tool changes nothing.
+    pub read_only: bool,
+    /// The same call again changes nothing more.
+    pub idempotent: bool,
+    /// The tool may reach the network.
+    pub open_world: bool,
+}
+
+impl ToolDescription {
+    /// A tool with its JSON Schemas.
+    pub fn new(
+        name: &'static str,
+        title: &'static str,
+        description: &'static str,
+        (input, output): (JsonObject, JsonObject),
+        hints: Hints,
+    ) -> Self {
+        let annotations = ToolAnnotations::with_title(title)
+            .read_only(hints.read_only)
+            .destructive(!hints.read_only)
+            .idempotent(hints.idempotent)
+            .open_world(hints.open_world);
+        let tool = McpTool::new(name, description, Arc::new(input))
+            .with_title(title)
+            .with_raw_output_schema(Arc::new(output))
+            .with_annotations(annotations);
+        Self(tool)
+    }
+
+    /// The tool's name.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    pub(crate) fn to_mcp(&self) -> McpTool {
+        self.0.clone()
+    }
+}
+
+/// The answer of a tool.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ToolResult {
+    /// For programs: the body of the REST API's answer.
+    pub data: Value,
+    /// For the model.
+    pub content: ToolContent,
+}
+
+/// An answer as a model sees it.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
-pub enum ToolRequest {
-    Bash(BashRequest),
-    Read(ReadRequest),
-    Write(WriteRequest),
-    Edit(EditRequest),
-    Glob(GlobRequest),
-    Grep(GrepRequest),
-    Git(GitRequest),
-}
-
-/// The answer of a tool. As JSON it is exactly the body of REST's answer.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(untagged)]
-#[allow(missing_docs)]
-pub enum ToolAnswer {
-    Bash(BashAnswer),
-    /// Of bash in the background.
-    Operation(OperationAnswer),
-    Read(ReadAnswer),
-    Write(WriteAnswer),
-    Edit(EditAnswer),
-    Glob(GlobAnswer),
-    Grep(GrepAnswer),
-    Git(GitAnswer),
-}
-
-impl ToolRequest {
-    /// Which tool this is for.
-    pub fn tool(&self) -> Tool {
-        match self {
-            Self::Bash(_) => Tool::Bash,
-            Self::Read(_) => Tool::Read,
-            Self::Write(_) => Tool::Write,
-            Self::Edit(_) => Tool::Edit,
-            Self::Glob(_) => Tool::Glob,
-            Self::Grep(_) => Tool::Grep,
-            Self::Git(_) => Tool::Git,
-        }
-    }
-
-    /// A tool's request out of the arguments of an MCP call. What does not fit is named.
-    pub(crate) fn parse(tool: Tool, arguments: JsonObject) -> Result<Self, ErrorDetail> {
-        Ok(match tool {
-            Tool::Bash => Self::Bash(typed(arguments)?),
-            Tool::Read => Self::Read(typed(arguments)?),
-            Tool::Write => Self::Write(typed(arguments)?),
-            Tool::Edit => Self::Edit(typed(arguments)?),
-            Tool::Glob => Self::Glob(typed(arguments)?),
-            Tool::Grep => Self::Grep(typed(arguments)?),
-            Tool::Git => Self::Git(typed(arguments)?),
-        })
-    }
-}
-
-fn typed<T: DeserializeOwned>(arguments: JsonObject) -> Result<T, ErrorDetail> {
-    serde_path_to_error::deserialize(serde_json::Value::Object(arguments)).map_err(|error| {
-        let path = error.path().to_string();
-        let reason = error.inner();
-        // A field that is missing or unknown is named by the reason itself.
-        let message = match path.as_str() {
-            "." | "?" => format!("the arguments can't be read: {reason}"),
-            path => format!("the argument '{path}' can't be read: {reason}"),
-        };
-        ErrorDetail::new(ErrorCode::BadRequest, message)
-    })
-}
-
-macro_rules! from_answers {
-    ($($answer:ident => $variant:ident),* $(,)?) => {
-        $(impl From<$answer> for ToolAnswer {
-            fn from(answer: $answer) -> Self {
-                Self::$variant(answer)
-            }
-        })*
-    };
-}
-
-from_answers! {
-    BashAnswer => Bash,
-    OperationAnswer => Operation,
-    ReadAnswer => Read,
-    WriteAnswer => Write,
-    EditAnswer => Edit,
-    GlobAnswer => Glob,
-    GrepAnswer => Grep,
-    GitAnswer => Git,
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    fn parse(tool: Tool, arguments: &serde_json::Value) -> Result<ToolRequest, ErrorDetail> {
-        ToolRequest::parse(tool, arguments.as_object().unwrap().clone())
-    }
-
-    #[test]
-    fn what_does_not_fit_is_named() {
-        for (tool, arguments, named) in [
-            (Tool::Bash, json!({}), "command"),
-            (Tool::Bash, json!({"command": 5}), "'command'"),
-            (Tool::Bash, json!({"command": "ls", "timeout": 5}), "timeout"),
-            (Tool::Bash, json!({"command": "ls", "timeout_ms": "5"}), "'timeout_ms'"),
-            (Tool::Bash, json!({"command": "ls", "environment": {"A": 1}}), "'environment.A'"),
-            (Tool::Git, json!({"action": "rebase"}), "'action'"),
-            (Tool::Git, json!({"action": "diff", "files": ["a", 1]}), "'files[1]'"),
-        ] {
-            let error = parse(tool, &arguments).unwrap_err();
-            assert_eq!(error.code, ErrorCode::BadRequest);
-            assert!(error.message.contains(named), "{arguments}: {}", error.message);
-        }
-    }
-
-    #[test]
-    fn every_tool_has_its_request() {
-        for (tool, arguments) in [
-            (Tool::Bash, json!({"command": "ls"})),
-            (Tool::Read, json!({"path": "a"})),
-            (Tool::Write, json!({"file_path": "a", "content": ""})),
-            (Tool::Edit, json!({"file_path": "a", "old_string": "x", "new_string": "y"})),
-            (Tool::Glob, json!({"pattern": "*"})),
-            (Tool::Grep, json!({"pattern": "x"})),
-            (Tool::Git, json!({"action": "status"})),
-        ] {
-            assert_eq!(parse(tool, &arguments).unwrap().tool(), tool);
-        }
-    }
+pub enum ToolContent {
+    Text(String),
+    Image {
+        /// Base64.
+        data: String,
+        media_type: String,
+    },
 }

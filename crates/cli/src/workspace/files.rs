@@ -8,10 +8,9 @@ use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use clap::Args;
 use emergent_wire::tools::{
-    ContentEncoding, EditAnswer, EditRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest, WriteAnswer,
-    WriteRequest,
+    ContentEncoding, EditAnswer, EditRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest, ToolRequest,
+    WriteAnswer, WriteRequest,
 };
-use serde::Serialize;
 
 use crate::client::{Answer, Call};
 use crate::context::Context;
@@ -93,14 +92,9 @@ pub(super) struct EditArgs {
 }
 
 /// Calls a tool of a workspace.
-pub(super) async fn tool(
-    context: &Context,
-    id: &str,
-    tool: &str,
-    request: &impl Serialize,
-) -> Result<Answer> {
+pub(super) async fn tool<T: ToolRequest>(context: &Context, id: &str, request: &T) -> Result<Answer> {
     let id = context.workspace_id(id).await?.to_string();
-    context.client.call(Call::post(&["agent", "workspaces", &id, tool]).body(request)?).await
+    context.client.call(Call::post(&["agent", "workspaces", &id, T::NAME]).body(request)?).await
 }
 
 pub(super) async fn read(context: &Context, args: ReadArgs) -> Result<u8> {
@@ -114,7 +108,7 @@ pub(super) async fn read(context: &Context, args: ReadArgs) -> Result<u8> {
         }
         return Ok(0);
     }
-    let answer = tool(context, &args.id, "read", &request).await?;
+    let answer = tool(context, &args.id, &request).await?;
     context.show(&answer, |file: ReadAnswer| {
         if file.is_binary {
             let kind = file.media_type.as_deref().unwrap_or("binary data");
@@ -142,7 +136,7 @@ pub(super) async fn write(context: &Context, args: WriteArgs) -> Result<u8> {
         Err(not_text) => (STANDARD.encode(not_text.as_bytes()), ContentEncoding::Base64),
     };
     let request = WriteRequest { file_path: args.path, content, encoding };
-    let answer = tool(context, &args.id, "write", &request).await?;
+    let answer = tool(context, &args.id, &request).await?;
     context.show(&answer, |written: WriteAnswer| {
         let what = if written.created { "created" } else { "replaced" };
         output::line(format_args!(
@@ -178,7 +172,7 @@ pub(super) async fn edit(context: &Context, args: EditArgs) -> Result<u8> {
         replace_all: args.replace_all,
         expected_sha256: args.expected_sha256,
     };
-    let answer = tool(context, &args.id, "edit", &request).await?;
+    let answer = tool(context, &args.id, &request).await?;
     context.show(&answer, |edited: EditAnswer| {
         output::text(&edited.diff)?;
         if edited.matched_by != "exact" {

@@ -173,7 +173,7 @@ impl Action {
 pub(super) async fn run(context: &Context, args: GitArgs) -> Result<u8> {
     let request = args.action.request(args.path);
     let what = format!("git {}", request.action.as_str());
-    let answer = progress::during(&what, tool(context, &args.id, "git", &request)).await?;
+    let answer = progress::during(&what, tool(context, &args.id, &request)).await?;
     context.show(&answer, |answer: GitAnswer| {
         output::text(&git_text::render(request.action, &answer))?;
         if answer.truncated {
@@ -187,6 +187,7 @@ pub(super) async fn run(context: &Context, args: GitArgs) -> Result<u8> {
 #[cfg(test)]
 mod tests {
     use clap::Parser;
+    use emergent_wire::Validate as _;
 
     use super::*;
 

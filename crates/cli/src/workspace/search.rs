@@ -67,7 +67,7 @@ pub(super) struct GrepArgs {
 
 pub(super) async fn glob(context: &Context, args: GlobArgs) -> Result<u8> {
     let request = GlobRequest { pattern: args.pattern, path: args.path, limit: args.limit };
-    let answer = tool(context, &args.id, "glob", &request).await?;
+    let answer = tool(context, &args.id, &request).await?;
     context.show(&answer, |found: GlobAnswer| {
         found.matches.iter().try_for_each(output::line)?;
         if found.truncated {
@@ -88,7 +88,7 @@ pub(super) async fn grep(context: &Context, args: GrepArgs) -> Result<u8> {
         context: args.context,
     };
     let with_context = args.context.is_some_and(|lines| lines > 0);
-    let answer = tool(context, &args.id, "grep", &request).await?;
+    let answer = tool(context, &args.id, &request).await?;
     let found: GrepAnswer = answer.parse()?;
     let any = !found.matches.is_empty();
     context.show(&answer, |found: GrepAnswer| {

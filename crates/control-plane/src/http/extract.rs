@@ -6,47 +6,54 @@ use std::time::Duration;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
-use emergent_wire::ErrorCode;
+use emergent_wire::{ErrorCode, Valid, Validate};
 use serde::de::DeserializeOwned;
 
 use super::error::ApiError;
-use super::summary::{Summarize, SummarySlot};
+use super::summary::SummarySlot;
+use crate::summary::Summarize;
 
 /// How long a body may take to arrive.
 const BODY_TIME: Duration = Duration::from_secs(60);
 
-/// A JSON body. The content type is not looked at: access is by bearer token, so no page can send one unasked.
-pub(crate) struct Body<T>(pub(crate) T);
+/// A JSON body that was validated. The content type is not looked at: access is by bearer token, so no page can send one unasked.
+pub(crate) struct Body<T>(pub(crate) Valid<T>);
 
-impl<S: Send + Sync, T: DeserializeOwned + Summarize> FromRequest<S> for Body<T> {
+impl<S: Send + Sync, T: DeserializeOwned + Summarize + Validate> FromRequest<S> for Body<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         let summary = request.extensions().get::<SummarySlot>().cloned();
-        let bytes = match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await {
-            Ok(Ok(bytes)) => bytes,
-            Ok(Err(rejection)) if rejection.status() == 413 => {
-                return Err(ApiError::new(ErrorCode::TooLarge, "the body is larger than this address takes"));
-            }
-            Ok(Err(rejection)) => return Err(ApiError::new(ErrorCode::BadRequest, rejection.body_text())),
-            Err(_) => {
-                return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s"));
-            }
-        };
-        // An empty body means no fields: everything that has a default takes it.
-        let bytes: &[u8] = if bytes.is_empty() { b"{}" } else { &bytes };
-        // A list would be taken for the fields in their order.
-        if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
-            return Err(ApiError::new(ErrorCode::BadRequest, "the body must be a JSON object"));
-        }
-        let value: T = serde_json::from_slice(bytes).map_err(|error| {
+        let bytes = read_object(request, state).await?;
+        let value: T = serde_json::from_slice(&bytes).map_err(|error| {
             ApiError::new(ErrorCode::BadRequest, format!("the body can't be read: {error}"))
         })?;
         if let Some(slot) = summary {
             slot.set(value.summary());
         }
-        Ok(Self(value))
+        Ok(Self(Valid::new(value)?))
     }
+}
+
+/// Reads a body that must be a JSON object.
+pub(crate) async fn read_object<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
+    let bytes = match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await {
+        Ok(Ok(bytes)) => bytes,
+        Ok(Err(rejection)) if rejection.status() == 413 => {
+            return Err(ApiError::new(ErrorCode::TooLarge, "the body is larger than this address takes"));
+        }
+        Ok(Err(rejection)) => return Err(ApiError::new(ErrorCode::BadRequest, rejection.body_text())),
+        Err(_) => {
+            return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s"));
+        }
+    };
+    // An empty body means no fields: everything that has a default takes it.
+    let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
+    // A list would be taken for the fields in their order.
+    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+        return Err(ApiError::new(ErrorCode::BadRequest, "the body must be a JSON object"));
+    }
+    Ok(bytes)
 }
 
 /// The parameters after `?`.

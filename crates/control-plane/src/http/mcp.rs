@@ -10,7 +10,7 @@ use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::mcp::{MAX_TIMEOUT_MS, McpLogLine, McpLogs, McpServer, McpServerList, RegisterMcpServer};
-use emergent_wire::{ErrorCode, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate, WorkspaceId};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -21,9 +21,9 @@ use super::error::ApiError;
 use super::extract::{Body, Params};
 use super::route::{AuditPolicy, RouteRule, Target};
 use super::stream::KEEP_ALIVE;
-use super::summary::Summarize;
 use super::workspaces::finish;
 use crate::mcp::log_line;
+use crate::summary::Summarize;
 
 /// Lines of a log when the caller does not say.
 const DEFAULT_LINES: usize = 200;
@@ -118,6 +118,19 @@ pub(super) struct CallRequest {
     timeout_ms: Option<u64>,
 }
 
+impl Validate for CallRequest {
+    fn validate(&self) -> Result<(), ErrorDetail> {
+        if self.timeout_ms.is_some_and(|timeout| !(1..=MAX_TIMEOUT_MS).contains(&timeout)) {
+            let message = format!("timeout_ms must be from 1 to {MAX_TIMEOUT_MS}");
+            return Err(ErrorDetail::new(ErrorCode::BadRequest, message));
+        }
+        if self.method.is_empty() || self.method.len() > 200 {
+            return Err(ErrorDetail::new(ErrorCode::BadRequest, "method is empty or over 200 bytes"));
+        }
+        Ok(())
+    }
+}
+
 impl Summarize for CallRequest {
     fn summary(&self) -> Value {
         let method: String = self.method.chars().take(100).collect();
@@ -155,13 +168,6 @@ pub(super) async fn call(
     Path(id): Path<String>,
     Body(request): Body<CallRequest>,
 ) -> Result<Json<CallAnswer>, ApiError> {
-    if request.timeout_ms.is_some_and(|timeout| !(1..=MAX_TIMEOUT_MS).contains(&timeout)) {
-        let message = format!("timeout_ms must be from 1 to {MAX_TIMEOUT_MS}");
-        return Err(ApiError::new(ErrorCode::BadRequest, message));
-    }
-    if request.method.is_empty() || request.method.len() > 200 {
-        return Err(ApiError::new(ErrorCode::BadRequest, "method is empty or over 200 bytes"));
-    }
     let id = app.mcp.id_of(&id).await?;
     let within = request.timeout_ms.map(Duration::from_millis);
     let hosted = app.mcp.hosted(id).await?;

@@ -1,6 +1,8 @@
 //! The REST API. Handlers parse, call and convert; what they call knows nothing of HTTP.
 
 mod access;
+#[cfg(test)]
+mod added_tool_tests;
 mod audit;
 mod docs;
 mod error;
@@ -36,13 +38,13 @@ use axum::routing::get;
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
 use metrics_exporter_prometheus::PrometheusHandle;
-use tokio::sync::Semaphore;
 use tower_http::timeout::RequestBodyTimeoutLayer;
 use utoipa::OpenApi;
 use utoipa_axum::routes;
 
 use crate::audit::Audit;
 use crate::mcp::McpHost;
+use crate::tools::{ToolEntry, Tools, standard};
 use crate::workspace::Workspaces;
 use error::ApiError;
 use route::Routes;
@@ -51,8 +53,6 @@ pub(crate) use workspace_mcp::WorkspaceMcps;
 
 /// How long a client may take to send the next piece of a body.
 const BODY_PIECE_TIME: Duration = Duration::from_secs(30);
-/// Large bodies that are read at once.
-const LARGE_BODIES: usize = 4;
 
 /// What every handler can reach.
 #[derive(Clone)]
@@ -64,15 +64,25 @@ pub(crate) struct App {
     pub(crate) metrics: PrometheusHandle,
     /// Whether the first recovery pass has ended.
     pub(crate) ready: Arc<AtomicBool>,
-    pub(crate) large_bodies: Arc<Semaphore>,
+    pub(crate) tools: Tools,
 }
 
 impl App {
     pub(crate) fn new(workspaces: Arc<Workspaces>, audit: Audit, metrics: PrometheusHandle) -> Self {
-        let (ready, large_bodies) = (Arc::default(), Arc::new(Semaphore::new(LARGE_BODIES)));
+        Self::with_tools(standard(), workspaces, audit, metrics)
+    }
+
+    fn with_tools(
+        table: Vec<Arc<ToolEntry>>,
+        workspaces: Arc<Workspaces>,
+        audit: Audit,
+        metrics: PrometheusHandle,
+    ) -> Self {
+        let ready = Arc::default();
+        let tools = Tools::new(table, Arc::clone(&workspaces), audit.clone());
+        let workspace_mcp = WorkspaceMcps::new(&tools);
         let mcp = McpHost::new(Arc::clone(&workspaces));
-        let workspace_mcp = WorkspaceMcps::default();
-        Self { workspaces, mcp, workspace_mcp, audit, metrics, ready, large_bodies }
+        Self { workspaces, mcp, workspace_mcp, audit, metrics, ready, tools }
     }
 }
 
@@ -103,7 +113,8 @@ impl utoipa::Modify for BearerToken {
 
 /// All routes, each with its rule. Without an app they are only described.
 fn routes(app: Option<&App>) -> Routes {
-    Routes::new(app, Description::openapi())
+    let tools = app.map_or_else(standard, |app| app.tools.table().to_vec());
+    let routes = Routes::new(app, Description::openapi())
         .add(workspaces::CREATE, routes!(workspaces::create))
         .add(workspaces::LIST, routes!(workspaces::list))
         .add(workspaces::PROVIDERS, routes!(workspaces::providers))
@@ -124,14 +135,8 @@ fn routes(app: Option<&App>) -> Routes {
         .add(pool::STATUS, routes!(pool::status))
         .add(pool::SET, routes!(pool::set))
         .add(pool::RESET, routes!(pool::reset))
-        .add(events::LISTEN, routes!(events::listen))
-        .add(tools::BASH, routes!(tools::bash))
-        .add(tools::BASH, routes!(tools::exec))
-        .add(tools::READ, routes!(tools::read))
-        .add(tools::EDIT, routes!(tools::edit))
-        .add(tools::GLOB, routes!(tools::glob))
-        .add(tools::GREP, routes!(tools::grep))
-        .add(tools::GIT, routes!(tools::git))
+        .add(events::LISTEN, routes!(events::listen));
+    tools::add_routes(routes, &tools)
         .add(workspace_mcp::MESSAGE, routes!(workspace_mcp::post, workspace_mcp::get, workspace_mcp::delete))
         .add(operations::FOLLOW, routes!(operations::follow))
         .add(operations::KILL, routes!(operations::kill))
@@ -150,7 +155,6 @@ fn routes(app: Option<&App>) -> Routes {
         .add(audit::VERIFY, routes!(audit::verify))
         .add(audit::EXPORT, routes!(audit::export))
         .add(docs::OPENAPI, routes!(docs::openapi))
-        .add(tools::WRITE, routes!(tools::write))
         .add(ops::LIVE, routes!(ops::live))
         .add(ops::READY, routes!(ops::ready))
         .add_page(ops::METRICS, "/metrics", get(ops::metrics))
@@ -165,7 +169,11 @@ pub(crate) fn declared_routes() -> Vec<DeclaredRoute> {
 
 /// The OpenAPI description, as it is checked in.
 pub(crate) fn openapi() -> utoipa::openapi::OpenApi {
-    let (_, mut description) = routes(None).split();
+    describe(routes(None))
+}
+
+fn describe(routes: Routes) -> utoipa::openapi::OpenApi {
+    let (_, mut description) = routes.split();
     description.openapi = utoipa::openapi::OpenApiVersion::Version31;
     mark_optional_bodies(&mut description);
     description

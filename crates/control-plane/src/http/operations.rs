@@ -6,7 +6,8 @@ use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::tools::OperationAnswer;
-use emergent_wire::{OperationId, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
+use futures_util::Stream;
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -14,9 +15,10 @@ use super::App;
 use super::error::ApiError;
 use super::extract::{Ids, Params};
 use super::route::RouteRule;
-use super::stream;
+use super::stream::{self, OutputEvent};
 use super::tools::asks_for;
 use crate::caller::Caller;
+use crate::workspace::{FollowedOperation, OperationEvent};
 
 /// Where to go on.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -46,10 +48,26 @@ pub(super) async fn follow(
     if asks_for(&headers, "text/event-stream") {
         let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
         let offset = last.unwrap_or(params.offset);
-        let output = app.workspaces.operation_stream(&caller, id, operation, offset).await?;
-        return Ok(stream::events(output, Some(offset)));
+        let followed = app.workspaces.follow_operation(&caller, id, operation, offset).await?;
+        return Ok(stream::events(unfold(followed), Some(offset)));
     }
     Ok(Json(app.workspaces.operation(&caller, id, operation, params.offset).await?).into_response())
+}
+
+/// The events of a command, up to its end or an error.
+fn unfold(followed: FollowedOperation) -> impl Stream<Item = Result<OutputEvent, ErrorDetail>> + Send {
+    futures_util::stream::unfold(Some(followed), async |followed| {
+        let mut followed = followed?;
+        Some(match followed.next().await {
+            Ok(OperationEvent::Stdout(bytes)) => (Ok(OutputEvent::Stdout(bytes)), Some(followed)),
+            Ok(OperationEvent::Stderr(bytes)) => (Ok(OutputEvent::Stderr(bytes)), Some(followed)),
+            Ok(OperationEvent::Ended(answer)) => {
+                let json = serde_json::to_vec(&answer).map(OutputEvent::Answer);
+                (json.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string())), None)
+            }
+            Err(error) => (Err(error), None),
+        })
+    })
 }
 
 pub(super) const KILL: RouteRule = RouteRule::workspace_use("operation");

@@ -29,6 +29,10 @@ impl fmt::Display for RequestId {
     }
 }
 
+/// Left on the response of a call that is audited and measured by the code behind the handler.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Recorded;
+
 /// Gives every request an id: the client's own, when it is a sane one.
 pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
     let given =
@@ -64,6 +68,10 @@ pub(super) async fn call(
     let took = begun.elapsed();
     let status = response.status();
     let failed = response.extensions().get::<FailedWith>().map(|failed| failed.0);
+    tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
+    if response.extensions().get::<Recorded>().is_some() {
+        return response;
+    }
     let outcome = match failed {
         Some(ErrorCode::Unauthorized | ErrorCode::Forbidden) => AuditOutcome::Denied,
         Some(_) => AuditOutcome::Failure,
@@ -72,7 +80,6 @@ pub(super) async fn call(
     metrics::histogram!("emergent_call_seconds", "action" => rule.action).record(took.as_secs_f64());
     metrics::counter!("emergent_calls_total", "action" => rule.action, "outcome" => outcome.as_str())
         .increment(1);
-    tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
     let principal = response.extensions().get::<Caller>().map(|caller| caller.principal.clone());
     let entry = || AuditEntry {
         at,

@@ -54,12 +54,13 @@ pub(super) async fn restore(
     Body(request): Body<FromSnapshot>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
-    let key = match idempotency::begin(&app, &caller.principal, &headers, "workspace.from_snapshot", &request)
-        .await?
-    {
-        Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
-        Begun::New(key) => key,
-    };
+    let key =
+        match idempotency::begin(&app, &caller.principal, &headers, "workspace.from_snapshot", &*request)
+            .await?
+        {
+            Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
+            Begun::New(key) => key,
+        };
     let creation = app.workspaces.begin_from_snapshot(request, !at_once).await;
     finish_create(&app, creation, at_once, key).await
 }

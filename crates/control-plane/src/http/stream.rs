@@ -5,69 +5,68 @@ use std::time::Duration;
 
 use axum::response::sse::{Event as SseEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use emergent_guest_client::Event;
+use bytes::Bytes;
+use emergent_wire::ErrorDetail;
 use emergent_wire::error::ErrorBody;
-use serde_json::value::RawValue;
-
-use crate::workspace::OutputStream;
+use futures_util::{Stream, StreamExt as _};
 
 /// Proxies must not take a quiet command for a dead connection.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
+/// Output of a command.
+pub(super) enum OutputEvent {
+    Stdout(Bytes),
+    Stderr(Bytes),
+    /// The last event: the answer as JSON.
+    Answer(Vec<u8>),
+}
+
 /// Output until the answer. With an offset every event has the offset after it as its id.
-pub(super) fn events(output: OutputStream, offset: Option<u64>) -> Response {
-    let state = Some(State { output, offset, stdout: Text::default(), stderr: Text::default() });
-    let events = futures_util::stream::unfold(state, |state| async move {
-        let mut state = state?;
-        let (event, ended) = state.next().await;
-        Some((Ok::<_, Infallible>(event), (!ended).then_some(state)))
-    });
+pub(super) fn events(
+    output: impl Stream<Item = Result<OutputEvent, ErrorDetail>> + Send + 'static,
+    offset: Option<u64>,
+) -> Response {
+    let encoder = Encoder { offset, stdout: Text::default(), stderr: Text::default() };
+    let events = output.scan(encoder, |encoder, event| std::future::ready(Some(encoder.encode(event))));
+    let events = events.filter_map(std::future::ready).map(Ok::<_, Infallible>);
     Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response()
 }
 
-struct State {
-    output: OutputStream,
+struct Encoder {
     offset: Option<u64>,
     stdout: Text,
     stderr: Text,
 }
 
-impl State {
-    /// The next event, and whether it is the last.
-    async fn next(&mut self) -> (SseEvent, bool) {
-        loop {
-            let (name, text, length) = match self.output.next().await {
-                Ok(Event::Stdout(bytes)) => ("stdout", self.stdout.push(&bytes), bytes.len()),
-                Ok(Event::Stderr(bytes)) => ("stderr", self.stderr.push(&bytes), bytes.len()),
-                Ok(Event::Answer(answer)) => {
-                    let json = serde_json::from_slice::<Box<RawValue>>(&answer);
-                    let json = json.map_or_else(|_| "{}".to_owned(), |json| json.get().to_owned());
-                    return (SseEvent::default().event("result").data(json), true);
-                }
-                Err(error) => {
-                    let json = serde_json::to_string(&ErrorBody { error }).unwrap_or_default();
-                    return (SseEvent::default().event("error").data(json), true);
-                }
-            };
-            if let Some(offset) = &mut self.offset {
-                *offset += length as u64;
+impl Encoder {
+    /// The server-sent event. None where only a part of a character came.
+    fn encode(&mut self, event: Result<OutputEvent, ErrorDetail>) -> Option<SseEvent> {
+        let (name, text, length) = match event {
+            Ok(OutputEvent::Stdout(bytes)) => ("stdout", self.stdout.push(&bytes), bytes.len()),
+            Ok(OutputEvent::Stderr(bytes)) => ("stderr", self.stderr.push(&bytes), bytes.len()),
+            Ok(OutputEvent::Answer(answer)) => {
+                let json = String::from_utf8(answer).unwrap_or_else(|_| "{}".to_owned());
+                return Some(SseEvent::default().event("result").data(json));
             }
-            if text.is_empty() {
-                continue;
+            Err(error) => {
+                let json = serde_json::to_string(&ErrorBody { error }).unwrap_or_default();
+                return Some(SseEvent::default().event("error").data(json));
             }
-            let data = serde_json::json!({ "text": text }).to_string();
-            let event = SseEvent::default().event(name).data(data);
-            // A character that is not whole yet would be lost by resuming after this event.
-            let whole = self.stdout.is_whole() && self.stderr.is_whole();
-            let id = self.offset.filter(|_| whole);
-            return (
-                match id {
-                    Some(id) => event.id(id.to_string()),
-                    None => event,
-                },
-                false,
-            );
+        };
+        if let Some(offset) = &mut self.offset {
+            *offset += length as u64;
         }
+        if text.is_empty() {
+            return None;
+        }
+        let data = serde_json::json!({ "text": text }).to_string();
+        let event = SseEvent::default().event(name).data(data);
+        // A character that is not whole yet would be lost by resuming after this event.
+        let is_whole = self.stdout.is_whole() && self.stderr.is_whole();
+        Some(match self.offset.filter(|_| is_whole) {
+            Some(offset) => event.id(offset.to_string()),
+            None => event,
+        })
     }
 }
 

@@ -1,25 +1,17 @@
-//! What the audit log keeps of a request: enough to know what was done to what, never contents.
-//!
-//! Commands, file contents and variables can hold secrets: of a command its length and hash are kept, of the others
-//! their size or their names.
+//! Summaries of request bodies, and the slot in which a body leaves its summary for the layer that records the call.
 
 use std::sync::{Arc, OnceLock};
 
 use emergent_wire::access::CreateToken;
-use emergent_wire::git::GitRequest;
-use emergent_wire::git_url::GitUrl;
 use emergent_wire::mcp::RegisterMcpServer;
 use emergent_wire::pool::PoolTarget;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot};
-use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest, WriteRequest};
 use emergent_wire::workspace::{AttachRequest, CreateWorkspace, DetachRequest};
 use serde_json::{Value, json};
-use sha2::{Digest, Sha256};
 
-/// The longest text that is kept of a path or pattern.
-const MAX_CHARS: usize = 200;
+use crate::summary::{Summarize, repository, short, short_option};
 
-/// Where a request's body leaves its summary for whoever records the call.
+/// The slot of one request.
 #[derive(Clone, Default)]
 pub(super) struct SummarySlot(Arc<OnceLock<Value>>);
 
@@ -31,24 +23,6 @@ impl SummarySlot {
     pub(super) fn get(&self) -> Value {
         self.0.get().cloned().unwrap_or(Value::Null)
     }
-}
-
-/// A body that can be summarised.
-pub(super) trait Summarize {
-    fn summary(&self) -> Value;
-}
-
-fn short(text: &str) -> String {
-    text.chars().take(MAX_CHARS).collect()
-}
-
-fn short_option(text: Option<&String>) -> Option<String> {
-    text.map(|text| short(text))
-}
-
-/// Where a repository is, without credentials: a request that carries some is recorded before it is refused.
-fn repository(url: Option<&String>) -> Option<String> {
-    url.map(|url| short(&GitUrl::without_credentials(url)))
 }
 
 impl Summarize for RegisterMcpServer {
@@ -94,70 +68,6 @@ impl Summarize for PoolTarget {
     }
 }
 
-impl Summarize for BashRequest {
-    fn summary(&self) -> Value {
-        json!({
-            "command_bytes": self.command.len(),
-            "command_sha256": hex::encode(Sha256::digest(self.command.as_bytes())),
-            "workdir": short_option(self.workdir.as_ref()),
-            "timeout_ms": self.timeout_ms,
-            "background": self.background,
-            "variables": self.environment.keys().map(|name| short(name)).collect::<Vec<_>>(),
-        })
-    }
-}
-
-impl Summarize for ReadRequest {
-    fn summary(&self) -> Value {
-        json!({ "file_path": short(&self.file_path), "offset": self.offset, "limit": self.limit, "raw": self.raw })
-    }
-}
-
-impl Summarize for WriteRequest {
-    fn summary(&self) -> Value {
-        json!({ "file_path": short(&self.file_path), "content_bytes": self.content.len() })
-    }
-}
-
-impl Summarize for EditRequest {
-    fn summary(&self) -> Value {
-        json!({
-            "file_path": short(&self.file_path),
-            "old_bytes": self.old_string.len(),
-            "new_bytes": self.new_string.len(),
-            "replace_all": self.replace_all,
-        })
-    }
-}
-
-impl Summarize for GlobRequest {
-    fn summary(&self) -> Value {
-        json!({ "pattern": short(&self.pattern), "path": short_option(self.path.as_ref()) })
-    }
-}
-
-impl Summarize for GrepRequest {
-    fn summary(&self) -> Value {
-        json!({
-            "pattern": short(&self.pattern),
-            "path": short_option(self.path.as_ref()),
-            "include": short_option(self.include.as_ref()),
-        })
-    }
-}
-
-impl Summarize for GitRequest {
-    fn summary(&self) -> Value {
-        json!({
-            "action": self.action,
-            "path": short_option(self.path.as_ref()),
-            "repository_url": repository(self.repository_url.as_ref()),
-            "branch": short_option(self.branch.as_ref()),
-            "remote": repository(self.remote.as_ref()),
-        })
-    }
-}
-
 impl Summarize for CreateWorkspace {
     fn summary(&self) -> Value {
         json!({
@@ -182,6 +92,8 @@ impl Summarize for CreateToken {
 
 #[cfg(test)]
 mod tests {
+    use emergent_wire::tools::{BashRequest, WriteRequest};
+
     use super::*;
 
     #[test]

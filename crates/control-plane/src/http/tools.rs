@@ -1,215 +1,175 @@
-//! The seven tools of one workspace.
+//! The tools of a workspace under REST: one handler for all entries of the table (`tools/`).
 
-use axum::Json;
-use axum::body::Body as HttpBody;
-use axum::extract::{Extension, FromRequest, State};
+use std::sync::Arc;
+
+use axum::body::{Body as HttpBody, Bytes};
+use axum::extract::{Extension, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use base64::Engine as _;
+use axum::routing::post;
 use emergent_wire::error::ErrorBody;
-use emergent_wire::git::{GitAnswer, GitRequest};
-use emergent_wire::tools::{
-    BashAnswer, BashRequest, EditAnswer, EditRequest, GlobAnswer, GlobRequest, GrepAnswer, GrepRequest,
-    OperationAnswer, ReadAnswer, ReadRequest, WriteAnswer, WriteRequest,
+use emergent_wire::{ErrorDetail, WorkspaceId};
+use futures_util::{Stream, StreamExt as _};
+use utoipa::ToSchema;
+use utoipa::openapi::path::{
+    HttpMethod, OperationBuilder, ParameterBuilder, ParameterIn, PathItem, PathsBuilder,
 };
-use emergent_wire::{ErrorCode, WorkspaceId};
-use sha2::{Digest, Sha256};
+use utoipa::openapi::request_body::RequestBodyBuilder;
+use utoipa::openapi::{ContentBuilder, Ref, RefOr, Required, ResponseBuilder, ResponsesBuilder, Schema};
+use utoipa_axum::router::UtoipaMethodRouter;
 
 use super::App;
 use super::error::ApiError;
-use super::extract::{Body, Id};
-use super::route::{BODY_BYTES, RouteRule};
-use super::stream;
+use super::extract::{Id, read_object};
+use super::record::Recorded;
+use super::route::{BODY_BYTES, RouteRule, Routes};
+use super::stream::{self, OutputEvent};
 use crate::caller::Caller;
-use crate::workspace::FileStream;
+use crate::tools::{
+    Arguments, Output, PreparedCall, RunningTool, Streaming, ToolAnswer, ToolEntry, ToolEvent, TypeSchema,
+};
 
-/// The largest body of `write`: 64 MiB as JSON text or base64.
-const WRITE_BODY_BYTES: usize = 140 << 20;
+/// Adds a route for each tool, and for its alias.
+pub(super) fn add_routes(routes: Routes, tools: &[Arc<ToolEntry>]) -> Routes {
+    tools.iter().fold(routes, |routes, tool| {
+        let rule = RouteRule::workspace_use(tool.name).body_bytes(tool.max_request_bytes);
+        let title = format!("{}.", tool.title);
+        let routes = routes.add(rule, route(tool, tool.name, &title, tool.notes));
+        let Some(alias) = tool.alias else { return routes };
+        let title = format!("{} (another name for `{}`).", tool.title, tool.name);
+        routes.add(rule, route(tool, alias, &title, ""))
+    })
+}
 
-/// Whether the client asks for this kind of answer by name.
-pub(super) fn asks_for(headers: &HeaderMap, kind: &str) -> bool {
+/// A tool's path with its description and its handler.
+fn route(tool: &Arc<ToolEntry>, name: &str, title: &str, notes: &str) -> UtoipaMethodRouter<App> {
+    let answers = (tool.answers)();
+    let types = [Some(tool.request), Some(answers.finished), answers.begun].into_iter().flatten();
+    let mut schemas: Vec<(String, RefOr<Schema>)> = Vec::new();
+    for schema in types {
+        schemas.push(((schema.name)(), (schema.schema)()));
+        (schema.references)(&mut schemas);
+    }
+    let id = ParameterBuilder::new()
+        .name("id")
+        .parameter_in(ParameterIn::Path)
+        .required(Required::True)
+        .schema(Some(Ref::from_schema_name(WorkspaceId::name())));
+    let mut responses = ResponsesBuilder::new().response("200", response(answers.finished));
+    if let Some(begun) = answers.begun {
+        responses = responses.response("202", response(begun));
+    }
+    let error = TypeSchema::of::<ErrorBody>();
+    let responses = responses.response("4XX", response(error)).response("5XX", response(error));
+    let operation = OperationBuilder::new()
+        .tag("tools")
+        .summary(Some(title))
+        .description(Some(notes).filter(|notes| !notes.is_empty()))
+        .operation_id(Some(name))
+        .parameter(id)
+        .request_body(Some(
+            RequestBodyBuilder::new()
+                .content(
+                    "application/json",
+                    ContentBuilder::new().schema(Some(reference(tool.request))).build(),
+                )
+                .required(Some(Required::True))
+                .build(),
+        ))
+        .responses(responses.build());
+    let path = format!("/api/v1/agent/workspaces/{{id}}/{name}");
+    let paths = PathsBuilder::new().path(path, PathItem::new(HttpMethod::Post, operation)).build();
+    let tool = Arc::clone(tool);
+    let handler = post(move |state, caller, id, request| call(tool, state, caller, id, request));
+    (schemas, paths, handler)
+}
+
+fn reference(schema: TypeSchema) -> Ref {
+    Ref::from_schema_name((schema.name)())
+}
+
+fn response(schema: TypeSchema) -> utoipa::openapi::Response {
+    let content = ContentBuilder::new().schema(Some(reference(schema))).build();
+    ResponseBuilder::new().content("application/json", content).build()
+}
+
+/// Calls a tool.
+async fn call(
+    tool: Arc<ToolEntry>,
+    State(app): State<App>,
+    Extension(caller): Extension<Caller>,
+    Id(id): Id<WorkspaceId>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let headers = request.headers().clone();
+    // A body of unknown length may be large.
+    let may_be_large =
+        tool.max_request_bytes > BODY_BYTES && length_of(&headers).is_none_or(|length| length > BODY_BYTES);
+    let _permit = if may_be_large { Some(app.tools.large_file().await?) } else { None };
+    let body = read_object(request, &app).await?;
+    let mut response = match app.tools.prepare(&caller, id, &tool, Arguments::Json(&body)).await {
+        Ok(call) => {
+            drop(body);
+            run(call, &headers).await
+        }
+        Err(error) => ApiError(error).into_response(),
+    };
+    response.extensions_mut().insert(Recorded);
+    Ok(response)
+}
+
+fn length_of(headers: &HeaderMap) -> Option<usize> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+/// Runs a call and answers in the form that the client asks for.
+async fn run(call: PreparedCall, headers: &HeaderMap) -> Response {
+    let response = match call.streaming() {
+        Streaming::CommandOutput if asks_for(headers, "text/event-stream") => events(call).await,
+        Streaming::FileContent if asks_for(headers, "application/octet-stream") => bytes(call).await,
+        _ => call.run(Output::InAnswer).await.and_then(|answer| json(&answer)),
+    };
+    response.unwrap_or_else(|error| ApiError(error).into_response())
+}
+
+fn json(answer: &ToolAnswer) -> Result<Response, ErrorDetail> {
+    let status = if answer.is_asynchronous() { StatusCode::ACCEPTED } else { StatusCode::OK };
+    let body = answer.to_json()?;
+    Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// The output of a command as events.
+async fn events(call: PreparedCall) -> Result<Response, ErrorDetail> {
+    let output = unfold(call.start().await?).map(|event| match event? {
+        ToolEvent::Stdout(bytes) => Ok(OutputEvent::Stdout(bytes)),
+        ToolEvent::Stderr(bytes) => Ok(OutputEvent::Stderr(bytes)),
+        ToolEvent::Answer(answer) => answer.to_json().map(OutputEvent::Answer),
+    });
+    Ok(stream::events(output, None))
+}
+
+/// The bytes of a file, as fast as the client reads them.
+async fn bytes(call: PreparedCall) -> Result<Response, ErrorDetail> {
+    let mut output = Box::pin(unfold(call.start().await?));
+    // The first piece is read before the response begins, so that an error has its status.
+    let first = output.next().await.transpose()?.map(Ok);
+    let pieces = futures_util::stream::iter(first).chain(output).map(|event| match event {
+        Ok(ToolEvent::Stdout(bytes) | ToolEvent::Stderr(bytes)) => Ok(bytes),
+        Ok(ToolEvent::Answer(_)) => Ok(Bytes::new()),
+        Err(error) => Err(std::io::Error::other(error)),
+    });
+    let headers = [(header::CONTENT_TYPE, "application/octet-stream")];
+    Ok((headers, HttpBody::from_stream(pieces)).into_response())
+}
+
+fn unfold(running: RunningTool) -> impl Stream<Item = Result<ToolEvent, ErrorDetail>> + Send {
+    futures_util::stream::unfold(running, async |mut running| Some((running.next().await?, running)))
+}
+
+/// Whether the client asks for this media type by name.
+pub(super) fn asks_for(headers: &HeaderMap, media_type: &str) -> bool {
     let accepted = headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
     accepted
         .flat_map(|value| value.split(','))
-        .any(|value| value.split(';').next().unwrap_or("").trim() == kind)
-}
-
-/// Of `exec`, too.
-pub(super) const BASH: RouteRule = RouteRule::workspace_use("bash");
-
-/// Run a command.
-///
-/// Answers when it has ended; with `Accept: text/event-stream` its output comes as events `stdout` and `stderr`, then
-/// one `result`; with `background` it answers at once with an operation.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/bash", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = BashRequest,
-    responses((status = 200, body = BashAnswer), (status = 202, body = OperationAnswer),
-        (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn bash(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    headers: HeaderMap,
-    Body(request): Body<BashRequest>,
-) -> Result<Response, ApiError> {
-    if request.background {
-        let started = app.workspaces.bash_background(&caller, id, request).await?;
-        return Ok((StatusCode::ACCEPTED, Json(started)).into_response());
-    }
-    if asks_for(&headers, "text/event-stream") {
-        let output = app.workspaces.bash_stream(&caller, id, request).await?;
-        return Ok(stream::events(output, None));
-    }
-    Ok(Json(app.workspaces.bash(&caller, id, request).await?).into_response())
-}
-
-/// Run a command (another name for `bash`).
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/exec", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = BashRequest,
-    responses((status = 200, body = BashAnswer), (status = 202, body = OperationAnswer),
-        (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn exec(
-    state: State<App>,
-    caller: Extension<Caller>,
-    id: Id<WorkspaceId>,
-    headers: HeaderMap,
-    body: Body<BashRequest>,
-) -> Result<Response, ApiError> {
-    bash(state, caller, id, headers, body).await
-}
-
-pub(super) const READ: RouteRule = RouteRule::workspace_use("read");
-
-/// Read a file or list a directory.
-///
-/// With `raw` the exact bytes, base64 in `content`, or as they are with `Accept: application/octet-stream`.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/read", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = ReadRequest,
-    responses((status = 200, body = ReadAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn read(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    headers: HeaderMap,
-    Body(request): Body<ReadRequest>,
-) -> Result<Response, ApiError> {
-    if !request.raw {
-        return Ok(Json(app.workspaces.read(&caller, id, request).await?).into_response());
-    }
-    let as_bytes = asks_for(&headers, "application/octet-stream");
-    let file = app.workspaces.read_raw(&caller, id, request).await?;
-    if as_bytes {
-        return Ok(([(header::CONTENT_TYPE, "application/octet-stream")], bytes_of(file)).into_response());
-    }
-    let _place = large_body(&app).await?;
-    let bytes = file.collect().await?;
-    let answer = ReadAnswer {
-        content: base64::engine::general_purpose::STANDARD.encode(&bytes),
-        file_size: bytes.len() as u64,
-        sha256: Some(hex::encode(Sha256::digest(&bytes))),
-        is_binary: std::str::from_utf8(&bytes).is_err(),
-        ..ReadAnswer::default()
-    };
-    Ok(Json(answer).into_response())
-}
-
-/// A file as a body that is read as the client takes it.
-fn bytes_of(file: FileStream) -> HttpBody {
-    let pieces = futures_util::stream::try_unfold(file, |mut file| async move {
-        let next = file.next().await.map_err(std::io::Error::other)?;
-        Ok::<_, std::io::Error>(next.map(|bytes| (bytes, file)))
-    });
-    HttpBody::from_stream(pieces)
-}
-
-/// A place among the few large bodies that may be in memory at once.
-async fn large_body(app: &App) -> Result<tokio::sync::OwnedSemaphorePermit, ApiError> {
-    let place = app.large_bodies.clone().acquire_owned();
-    match tokio::time::timeout(std::time::Duration::from_secs(30), place).await {
-        Ok(Ok(place)) => Ok(place),
-        _ => Err(ApiError::new(ErrorCode::Unavailable, "too many large files are in transfer: retry later")),
-    }
-}
-
-pub(super) const WRITE: RouteRule = RouteRule::workspace_use("write").body_bytes(WRITE_BODY_BYTES);
-
-/// Write a file.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/write", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = WriteRequest,
-    responses((status = 200, body = WriteAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn write(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    request: axum::extract::Request,
-) -> Result<Json<WriteAnswer>, ApiError> {
-    let length = request.headers().get(header::CONTENT_LENGTH);
-    let length = length.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
-    // A body of unknown length may be large.
-    let _place = match length {
-        Some(length) if length <= BODY_BYTES => None,
-        _ => Some(large_body(&app).await?),
-    };
-    let Body(request) = Body::<WriteRequest>::from_request(request, &app).await?;
-    Ok(Json(app.workspaces.write(&caller, id, request).await?))
-}
-
-pub(super) const EDIT: RouteRule = RouteRule::workspace_use("edit");
-
-/// Replace text in a file.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/edit", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = EditRequest,
-    responses((status = 200, body = EditAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn edit(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    Body(request): Body<EditRequest>,
-) -> Result<Json<EditAnswer>, ApiError> {
-    Ok(Json(app.workspaces.edit(&caller, id, request).await?))
-}
-
-pub(super) const GLOB: RouteRule = RouteRule::workspace_use("glob");
-
-/// Find files by name.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/glob", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = GlobRequest,
-    responses((status = 200, body = GlobAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn glob(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    Body(request): Body<GlobRequest>,
-) -> Result<Json<GlobAnswer>, ApiError> {
-    Ok(Json(app.workspaces.glob(&caller, id, request).await?))
-}
-
-pub(super) const GREP: RouteRule = RouteRule::workspace_use("grep");
-
-/// Search file contents.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/grep", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = GrepRequest,
-    responses((status = 200, body = GrepAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn grep(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    Body(request): Body<GrepRequest>,
-) -> Result<Json<GrepAnswer>, ApiError> {
-    Ok(Json(app.workspaces.grep(&caller, id, request).await?))
-}
-
-pub(super) const GIT: RouteRule = RouteRule::workspace_use("git");
-
-/// Use git.
-#[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/git", tag = "tools",
-    params(("id" = WorkspaceId, Path)), request_body = GitRequest,
-    responses((status = 200, body = GitAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
-pub(super) async fn git(
-    State(app): State<App>,
-    Extension(caller): Extension<Caller>,
-    Id(id): Id<WorkspaceId>,
-    Body(request): Body<GitRequest>,
-) -> Result<Json<GitAnswer>, ApiError> {
-    Ok(Json(app.workspaces.git(&caller, id, request).await?))
+        .any(|value| value.split(';').next().unwrap_or("").trim() == media_type)
 }

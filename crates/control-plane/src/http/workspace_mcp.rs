@@ -2,47 +2,51 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use async_trait::async_trait;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{Extensions, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use base64::Engine as _;
-use chrono::Utc;
-use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::error::ErrorBody;
-use emergent_wire::tools::{ReadAnswer, ReadRequest, Tool};
 use emergent_wire::workspace::ContainerType;
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
-use emergent_workspace_mcp::{Call, Config, MAX_RAW_BYTES, ToolAnswer, ToolRequest, Tools, WorkspaceMcp};
-use serde_json::Value;
-use sha2::{Digest, Sha256};
+use emergent_workspace_mcp::{Call, Config, Hints, ToolContent, ToolDescription, ToolResult, WorkspaceMcp};
 
 use super::App;
 use super::error::ApiError;
 use super::extract::Id;
 use super::mcp_endpoint::origin_is_allowed;
 use super::route::{AuditPolicy, RouteRule};
-use super::summary::Summarize;
-use crate::audit::Audit;
 use crate::caller::Caller;
-use crate::workspace::{Workspaces, error_of, is_mcp_server};
+use crate::tools::{Arguments, Effect, Output, Shown, ToolEntry, Tools, schema};
+use crate::workspace::{error_of, is_mcp_server};
 
+/// The largest file that is sent raw here: it goes through a model's context, or twice through its client's memory. REST sends
+/// larger ones.
+const MAX_RAW_BYTES: u64 = 4 << 20;
 /// The longest refusal of the MCP library that is kept.
 const REFUSAL_BYTES: usize = 64 << 10;
 
-/// The MCP servers of workspaces that somebody uses.
-#[derive(Clone, Default)]
-pub(crate) struct WorkspaceMcps(Arc<Mutex<HashMap<WorkspaceId, Arc<WorkspaceMcp>>>>);
+/// The MCP servers of the workspaces that have MCP clients.
+#[derive(Clone)]
+pub(crate) struct WorkspaceMcps {
+    servers: Arc<Mutex<HashMap<WorkspaceId, Arc<WorkspaceMcp>>>>,
+    /// The tools of all of them, with their schemas.
+    described: Arc<[ToolDescription]>,
+}
 
 impl WorkspaceMcps {
-    fn servers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<WorkspaceMcp>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn new(tools: &Tools) -> Self {
+        let described = tools.table().iter().map(|tool| describe(tool)).collect();
+        Self { servers: Arc::default(), described }
     }
 
-    /// Forgets those that nobody uses.
+    fn servers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<WorkspaceMcp>>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Removes idle ones.
     pub(crate) fn forget_idle(&self) {
         self.servers().retain(|_, server| Arc::strong_count(server) > 1 || !server.is_idle());
     }
@@ -121,108 +125,69 @@ async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp>, Erro
     if workspace.container_type == ContainerType::McpServer {
         return Err(is_mcp_server(id));
     }
-    let tools = WorkspaceTools { id, workspaces: Arc::clone(&app.workspaces), audit: app.audit.clone() };
+    let described = Arc::clone(&app.workspace_mcp.described);
+    let tools = WorkspaceTools { id, tools: app.tools.clone(), described };
     let new = Arc::new(WorkspaceMcp::new(Arc::new(tools), Config::default()));
     Ok(Arc::clone(app.workspace_mcp.servers().entry(id).or_insert(new)))
 }
 
-/// Runs the tools of one workspace.
+/// The tools of one workspace for MCP clients.
 struct WorkspaceTools {
     id: WorkspaceId,
-    workspaces: Arc<Workspaces>,
-    audit: Audit,
+    tools: Tools,
+    described: Arc<[ToolDescription]>,
+}
+
+fn describe(tool: &ToolEntry) -> ToolDescription {
+    let hints = Hints {
+        read_only: tool.effect == Effect::ReadsFiles,
+        idempotent: matches!(tool.effect, Effect::ReadsFiles | Effect::ReplacesFile),
+        open_world: tool.effect == Effect::Anything,
+    };
+    let schemas = (schema::of_arguments(tool), schema::of_answer(tool));
+    ToolDescription::new(tool.name, tool.title, tool.instructions, schemas, hints)
 }
 
 #[async_trait]
-impl Tools for WorkspaceTools {
-    fn allowed(&self) -> Vec<Tool> {
-        Tool::ALL.to_vec()
+impl emergent_workspace_mcp::Tools for WorkspaceTools {
+    fn all(&self) -> &[ToolDescription] {
+        &self.described
     }
 
-    async fn call(&self, call: Call) -> Result<ToolAnswer, ErrorDetail> {
-        let (at, begun) = (Utc::now(), Instant::now());
-        let (tool, request) = (call.request.tool(), summary(&call.request));
-        let Some(caller) = call.http.get::<Caller>().cloned() else {
+    fn is_allowed(&self, name: &str, http: &Extensions) -> bool {
+        let (caller, tool) = (http.get::<Caller>(), self.tools.find(name));
+        caller.zip(tool).is_some_and(|(caller, tool)| self.tools.allows(&caller.principal, self.id, tool))
+    }
+
+    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail> {
+        let Some((caller, tool)) = call.http.get::<Caller>().zip(self.tools.find(&call.name)) else {
             return Err(ErrorDetail::new(ErrorCode::Internal, "a call of a tool came without its caller"));
         };
-        let answer = self.run(&caller, call).await;
-        let failed = answer.as_ref().err().map(|error| error.code);
-        let outcome = if failed.is_some() { AuditOutcome::Failure } else { AuditOutcome::Success };
-        metrics::counter!("emergent_calls_total", "action" => tool.as_str(), "outcome" => outcome.as_str())
-            .increment(1);
-        metrics::histogram!("emergent_call_seconds", "action" => tool.as_str())
-            .record(begun.elapsed().as_secs_f64());
-        self.audit
-            .record(AuditEntry {
-                at,
-                actor_token_id: Some(caller.principal.token_id),
-                actor_name: Some(caller.principal.name),
-                workspace_id: Some(self.id),
-                session_id: None,
-                tool: tool.as_str().to_owned(),
-                outcome,
-                error_code: failed.map(|code| code.as_str().to_owned()),
-                duration_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
-                request,
-                request_id: caller.request_id,
-            })
-            .await;
-        answer
+        let call_of_tool =
+            self.tools.prepare(caller, self.id, tool, Arguments::Object(call.arguments)).await?;
+        let output = match call.output {
+            Some(sink) => Output::Shown(Box::new(move |bytes| sink.write(bytes))),
+            None => Output::InAnswer,
+        };
+        let answer = call_of_tool.with_max_raw_bytes(MAX_RAW_BYTES).run(output).await?;
+        let content = match answer.show() {
+            Shown::Text(text) => ToolContent::Text(text),
+            Shown::Image { data, media_type } => {
+                ToolContent::Image { data, media_type: media_type.to_owned() }
+            }
+        };
+        Ok(ToolResult { data: answer.to_value()?, content })
     }
 }
 
-impl WorkspaceTools {
-    async fn run(&self, caller: &Caller, call: Call) -> Result<ToolAnswer, ErrorDetail> {
-        let (workspaces, id) = (&self.workspaces, self.id);
-        Ok(match (call.request, call.output) {
-            (ToolRequest::Bash(request), _) if request.background => {
-                workspaces.bash_background(caller, id, request).await?.into()
-            }
-            (ToolRequest::Bash(request), Some(output)) => {
-                workspaces.bash_watched(caller, id, request, move |bytes| output.write(bytes)).await?.into()
-            }
-            (ToolRequest::Bash(request), None) => workspaces.bash(caller, id, request).await?.into(),
-            (ToolRequest::Read(request), _) if request.raw => self.read_raw(caller, request).await?.into(),
-            (ToolRequest::Read(request), _) => workspaces.read(caller, id, request).await?.into(),
-            (ToolRequest::Write(request), _) => workspaces.write(caller, id, request).await?.into(),
-            (ToolRequest::Edit(request), _) => workspaces.edit(caller, id, request).await?.into(),
-            (ToolRequest::Glob(request), _) => workspaces.glob(caller, id, request).await?.into(),
-            (ToolRequest::Grep(request), _) => workspaces.grep(caller, id, request).await?.into(),
-            (ToolRequest::Git(request), _) => workspaces.git(caller, id, request).await?.into(),
-        })
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tools::standard;
 
-    /// A file's bytes, as many as a message holds.
-    async fn read_raw(&self, caller: &Caller, request: ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
-        let mut file = self.workspaces.read_raw(caller, self.id, request).await?;
-        let mut bytes = Vec::new();
-        while let Some(piece) = file.next().await? {
-            bytes.extend_from_slice(&piece);
-            if bytes.len() as u64 > MAX_RAW_BYTES {
-                let message =
-                    format!("the file has more than the {} MiB that a message holds", MAX_RAW_BYTES >> 20);
-                return Err(ErrorDetail::new(ErrorCode::TooLarge, message));
-            }
-        }
-        Ok(ReadAnswer {
-            content: base64::engine::general_purpose::STANDARD.encode(&bytes),
-            file_size: bytes.len() as u64,
-            sha256: Some(hex::encode(Sha256::digest(&bytes))),
-            is_binary: std::str::from_utf8(&bytes).is_err(),
-            ..ReadAnswer::default()
-        })
-    }
-}
-
-/// What the audit log keeps of a call.
-fn summary(request: &ToolRequest) -> Value {
-    match request {
-        ToolRequest::Bash(request) => request.summary(),
-        ToolRequest::Read(request) => request.summary(),
-        ToolRequest::Write(request) => request.summary(),
-        ToolRequest::Edit(request) => request.summary(),
-        ToolRequest::Glob(request) => request.summary(),
-        ToolRequest::Grep(request) => request.summary(),
-        ToolRequest::Git(request) => request.summary(),
+    #[test]
+    fn the_tools_are_described_as_checked_in() {
+        let tools: Vec<ToolDescription> = standard().iter().map(|tool| describe(tool)).collect();
+        insta::assert_json_snapshot!("tools", serde_json::to_value(tools).unwrap());
     }
 }

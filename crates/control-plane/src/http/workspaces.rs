@@ -42,7 +42,7 @@ pub(super) async fn create(
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let at_once = prefers_async(&headers);
     let key =
-        match idempotency::begin(&app, &caller.principal, &headers, "workspace.create", &request).await? {
+        match idempotency::begin(&app, &caller.principal, &headers, "workspace.create", &*request).await? {
             Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
             Begun::New(key) => key,
         };
@@ -218,7 +218,7 @@ pub(super) async fn attach(
     Id(id): Id<WorkspaceId>,
     Body(request): Body<AttachRequest>,
 ) -> Result<Json<Workspace>, ApiError> {
-    let holder = request.holder.unwrap_or(caller.principal.name);
+    let holder = request.into_inner().holder.unwrap_or(caller.principal.name);
     Ok(Json(app.workspaces.attach(id, &holder).await?))
 }
 
@@ -234,8 +234,9 @@ pub(super) async fn detach(
     Id(id): Id<WorkspaceId>,
     Body(request): Body<DetachRequest>,
 ) -> Result<Json<Workspace>, ApiError> {
-    let holder = request.holder.unwrap_or(caller.principal.name);
-    let holder = (!request.force).then_some(holder.as_str());
+    let DetachRequest { holder, force } = request.into_inner();
+    let holder = holder.unwrap_or(caller.principal.name);
+    let holder = (!force).then_some(holder.as_str());
     Ok(Json(app.workspaces.detach(id, holder).await?))
 }
 

@@ -24,7 +24,7 @@ use emergent_failpoint::failpoint;
 use emergent_store::WorkspaceRecord;
 use emergent_wire::mcp::{McpServer, McpServerList, McpStatus, RegisterMcpServer};
 use emergent_wire::workspace::{ContainerType, WorkspaceStatus};
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, Valid, WorkspaceId};
 use futures_util::future::join_all;
 use tokio::sync::Semaphore;
 
@@ -94,7 +94,7 @@ impl McpHost {
     /// Registers a server and starts it. Answers when it is ready, or has shown that it is not.
     pub(crate) async fn register(
         self: &Arc<Self>,
-        request: RegisterMcpServer,
+        request: Valid<RegisterMcpServer>,
     ) -> Result<McpServer, ErrorDetail> {
         let creation = self.workspaces.begin_register(request).await?;
         let workspace = self.workspaces.finish_create(creation).await?;

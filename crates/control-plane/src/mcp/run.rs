@@ -1,4 +1,4 @@
-//! One run of a server: from its sandbox, which is reached or made anew, to the end of its process.
+//! One run of a server: from its sandbox, which is connected to or made anew, to the end of its process.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 
 use super::process::{self, End, Process};
 use super::supervise::{RESTART_GRACE, Supervisor};
-use crate::workspace::{Reached, error_of};
+use crate::workspace::{OpenError, Opened, SandboxConnection, error_of, open_or_restart};
 
 /// How long what a lost server left in a sandbox has after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(3);
@@ -53,7 +53,7 @@ impl Supervisor {
             let _place = self.host.starts.acquire().await;
             self.prepare().await
         };
-        let (reached, program) = match prepared {
+        let (connection, program) = match prepared {
             Ok(Some(prepared)) => prepared,
             Ok(None) => return Run::Elsewhere,
             Err(error) if error.code == ErrorCode::NotFound => return Run::Gone,
@@ -62,23 +62,23 @@ impl Supervisor {
         failpoint!("mcp.sandbox_reached");
         hosted.set_program(&program);
         let started = Instant::now();
-        let kills_before = self.oom_kills(&reached);
+        let kills_before = self.oom_kills(&connection);
         hosted.stand(|standing| {
             standing.started_at = Some(Utc::now());
             standing.next_restart_at = None;
         });
         let end = if !hosted.config.stdio_bridge {
-            self.run_http(&reached.channel, &program).await
+            self.run_http(&connection.channel, &program).await
         } else if hosted.is_per_session() {
             let _nobody_reads = hosted.bridge.open();
             self.ready();
-            End::Lost(reached.channel.closed().await.to_string())
+            End::Lost(connection.channel.closed().await.to_string())
         } else {
-            self.run_bridged(&reached.channel, &program).await
+            self.run_bridged(&connection.channel, &program).await
         };
         failpoint!("mcp.process_ended");
         let mut end = self.explain(end).await;
-        if self.oom_kills(&reached) > kills_before {
+        if self.oom_kills(&connection) > kills_before {
             if let End::Exited(answer) = &mut end {
                 // What the host has ended, only the host knows.
                 answer.oom_killed |= answer.exit_code != Some(0);
@@ -89,13 +89,13 @@ impl Supervisor {
         Run::Ended(end, started)
     }
 
-    fn oom_kills(&self, reached: &Reached) -> u64 {
-        let provider = self.host.workspaces.provider(reached.provider);
+    fn oom_kills(&self, connection: &SandboxConnection) -> u64 {
+        let provider = self.host.workspaces.provider(connection.provider);
         provider.map_or(0, |provider| provider.oom_kills(self.hosted.id))
     }
 
     /// Reaches the sandbox, and says what is to be run in it. None when another server does that.
-    async fn prepare(&self) -> Result<Option<(Reached, ServeCall)>, ErrorDetail> {
+    async fn prepare(&self) -> Result<Option<(SandboxConnection, ServeCall)>, ErrorDetail> {
         let (host, id) = (&self.host, self.hosted.id);
         let workspaces = &host.workspaces;
         let record = workspaces.store.workspace_record(id).await.map_err(error_of)?;
@@ -113,48 +113,43 @@ impl Supervisor {
         let live = workspaces.live(id);
         live.note_mcp_server();
         let _changing = live.changing.lock().await;
-        let reached = match live.reached() {
-            Some(reached) => reached,
+        let connection = match live.connection() {
+            Some(connection) => connection,
             None => {
-                let reached = self.reach(&record).await?;
+                let connection = self.connect(&record).await?;
                 // What a server that was killed had started may still be ending.
-                process::end_all(&reached.channel, LEFTOVER_GRACE).await;
-                live.set_reached(reached.clone());
-                reached
+                process::end_all(&connection.channel, LEFTOVER_GRACE).await;
+                live.set_connection(connection.clone());
+                connection
             }
         };
         let provider = workspaces.provider_of(&record)?;
         let image = provider.image_program(&record.image).await?;
-        Ok(Some((reached, process::program(&self.hosted.config, image)?)))
+        Ok(Some((connection, process::program(&self.hosted.config, image)?)))
     }
 
-    /// A channel to the sandbox, which may have ended, or be gone.
-    async fn reach(&self, record: &WorkspaceRecord) -> Result<Reached, ErrorDetail> {
+    /// Opens a channel to the sandbox. One whose files are lost is made anew.
+    async fn connect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
         let workspaces = &self.host.workspaces;
         let provider = workspaces.provider_of(record)?;
         let spec = workspaces.spec_of(record).await?;
-        let channel = match provider.open_channel(&spec).await {
-            Ok(channel) => channel,
-            Err(ProviderError::NotRunning(_) | ProviderError::Gone(_)) => {
-                match provider.resume(&spec).await {
-                    Ok(sandbox) => sandbox.channel,
-                    Err(ProviderError::Gone(why)) => {
-                        tracing::error!(
-                            mcp_server = self.hosted.name,
-                            why,
-                            "its files are lost: it begins with none"
-                        );
-                        self.hosted
-                            .journal
-                            .note("its container and its files were removed: it begins with none");
-                        provider.create(&spec).await?.channel
-                    }
-                    Err(error) => return Err(error.into()),
-                }
+        let channel = match open_or_restart(provider, &spec).await {
+            Ok(Opened::Running(channel)) => channel,
+            Ok(Opened::Restarted { sandbox, .. }) => sandbox.channel,
+            Err(OpenError::NotRestarted { error: ProviderError::Gone(reason), .. }) => {
+                tracing::error!(
+                    mcp_server = self.hosted.name,
+                    reason,
+                    "the container and its files were removed: both are made anew"
+                );
+                self.hosted.journal.note("the container and its files were removed: both are made anew");
+                provider.create(&spec).await?.channel
             }
-            Err(error) => return Err(error.into()),
+            Err(OpenError::NotOpened(error) | OpenError::NotRestarted { error, .. }) => {
+                return Err(error.into());
+            }
         };
-        Ok(Reached { channel, provider: provider.name() })
+        Ok(SandboxConnection { channel, provider: provider.name() })
     }
 
     /// A process on stdio that many clients share.

@@ -86,10 +86,10 @@ impl McpHost {
         hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
         let lost =
             || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let reached = self.workspaces.live(hosted.id).reached().ok_or_else(lost)?;
+        let connection = self.workspaces.live(hosted.id).connection().ok_or_else(lost)?;
         let program = hosted.program().ok_or_else(lost)?;
         let bridge = Bridge::new(hosted.name.clone(), role);
-        let process = Process::start(&reached.channel, &program, bridge.open()).await?;
+        let process = Process::start(&connection.channel, &program, bridge.open()).await?;
         bridge.let_in();
         let (followed, hosted) = (bridge.clone(), Arc::clone(hosted));
         let task = tokio::spawn(async move {

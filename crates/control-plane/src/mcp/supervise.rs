@@ -3,7 +3,7 @@
 //! ```text
 //!            ┌────────────────────────────────────────────────────────────────┐
 //!            ▼                                                                │
-//! sandbox reached ─▶ process started ─▶ initialized: ready ─▶ ended ─▶ pause (crash loop) ─┘
+//! sandbox connected ─▶ process started ─▶ initialized: ready ─▶ ended ─▶ pause (crash loop) ─┘
 //!        │ failed: error, tried again            │ silent: unresponsive        └─▶ stopped (its policy)
 //! ```
 
@@ -25,7 +25,7 @@ use super::McpHost;
 use super::hosted::{Hosted, Order, Ordered};
 use super::process::{self, End};
 use super::run::Run;
-use crate::workspace::{Reached, error_of};
+use crate::workspace::{SandboxConnection, error_of};
 
 /// How long a process has after SIGTERM when it is restarted by hand.
 pub(super) const RESTART_GRACE: Duration = Duration::from_secs(10);
@@ -222,10 +222,10 @@ impl Supervisor {
                 grace
             }
         };
-        let Some(reached) = self.host.workspaces.live(self.hosted.id).reached() else {
+        let Some(connection) = self.host.workspaces.live(self.hosted.id).connection() else {
             return;
         };
-        let mut ending = std::pin::pin!(process::end_all(&reached.channel, grace));
+        let mut ending = std::pin::pin!(process::end_all(&connection.channel, grace));
         tokio::select! {
             _ = &mut ending => {}
             _ = run => {
@@ -267,10 +267,10 @@ impl Supervisor {
         let (workspaces, id) = (&self.host.workspaces, self.hosted.id);
         let live = workspaces.live(id);
         let _changing = live.changing.lock().await;
-        let Some(reached) = live.close_to_calls() else {
+        let Some(connection) = live.close_to_calls() else {
             return;
         };
-        let Ok(provider) = workspaces.provider(reached.provider) else {
+        let Ok(provider) = workspaces.provider(connection.provider) else {
             return;
         };
         if let Err(error) = provider.stop(id).await {
@@ -288,7 +288,7 @@ impl Supervisor {
         let provider = workspaces.provider_of(&record)?;
         let sandbox = provider.renew(&workspaces.spec_of(&record).await?).await?;
         failpoint!("mcp.renewed");
-        live.set_reached(Reached { channel: sandbox.channel, provider: provider.name() });
+        live.set_connection(SandboxConnection { channel: sandbox.channel, provider: provider.name() });
         Ok(())
     }
 }

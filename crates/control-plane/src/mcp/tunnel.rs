@@ -19,10 +19,10 @@ impl McpHost {
         hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
         let lost =
             || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let reached = self.workspaces.live(hosted.id).reached().ok_or_else(lost)?;
+        let connection = self.workspaces.live(hosted.id).connection().ok_or_else(lost)?;
         let port = hosted.config.port.unwrap_or_default();
         let connect = ConnectCall { port, wait_ms: 0, probe: false };
-        let mut call = reached.channel.start(&GuestCall::Connect(connect)).await?;
+        let mut call = connection.channel.start(&GuestCall::Connect(connect)).await?;
         let input = call.input();
         let (near, far) = tokio::io::duplex(BUFFER_BYTES);
         let (mut reader, mut writer) = tokio::io::split(far);

@@ -26,11 +26,11 @@ use emergent_wire::workspace::{
     ContainerType, CreateWorkspace, Lifecycle, NetworkMode, Placement, ProviderChoice, ProviderName,
     RejectedCandidate, SecurityLevel, Workspace, WorkspaceStatus,
 };
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, Valid, Validate as _, WorkspaceId};
 use serde_json::{Map, json};
 use tokio::sync::OwnedMutexGuard;
 
-use super::live::Reached;
+use super::live::SandboxConnection;
 use super::placement::{self, Plan, Wish};
 use super::pool::{Claimed, Miss};
 use super::{Workspaces, error_of};
@@ -48,7 +48,7 @@ pub(crate) struct Creation {
     pub(crate) workspace: Workspace,
     plan: Plan,
     /// A spare that is its sandbox, when there was one.
-    spare: Option<Reached>,
+    spare: Option<SandboxConnection>,
     /// Whether somebody waits for the result; else a failure stays visible as a row.
     waited_for: bool,
     /// Nobody else changes it meanwhile.
@@ -67,10 +67,10 @@ impl Workspaces {
     /// Checks a request, chooses where it goes, and writes the intent down.
     pub(crate) async fn begin_create(
         &self,
-        request: CreateWorkspace,
+        request: Valid<CreateWorkspace>,
         waited_for: bool,
     ) -> Result<Creation, ErrorDetail> {
-        request.validate()?;
+        let request = request.into_inner();
         let settings = &self.settings.workspaces;
         let limits = request.resource_limits.unwrap_or_default().or(settings.default_limits());
         limits.validate()?;
@@ -106,8 +106,11 @@ impl Workspaces {
     }
 
     /// The same for a hosted MCP server.
-    pub(crate) async fn begin_register(&self, request: RegisterMcpServer) -> Result<Creation, ErrorDetail> {
-        request.validate()?;
+    pub(crate) async fn begin_register(
+        &self,
+        request: Valid<RegisterMcpServer>,
+    ) -> Result<Creation, ErrorDetail> {
+        let request = request.into_inner();
         let settings = &self.settings.workspaces;
         let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
         limits.validate()?;
@@ -139,10 +142,10 @@ impl Workspaces {
     /// The same for a workspace that begins with the files of another.
     pub(crate) async fn begin_from_snapshot(
         &self,
-        request: FromSnapshot,
+        request: Valid<FromSnapshot>,
         waited_for: bool,
     ) -> Result<Creation, ErrorDetail> {
-        request.validate()?;
+        let request = request.into_inner();
         let settings = &self.settings.workspaces;
         let snapshot = self.store.snapshot(request.snapshot_id).await.map_err(error_of)?.snapshot;
         if snapshot.status != SnapshotStatus::Ready {
@@ -196,8 +199,14 @@ impl Workspaces {
         };
         if let Some(claimed) = self.claim_for(&order, &plan).await? {
             let changing = self.lock(claimed.workspace.id).await;
-            let Claimed { workspace, reached } = claimed;
-            return Ok(Creation { workspace, plan, spare: Some(reached), waited_for, _changing: changing });
+            let Claimed { workspace, connection } = claimed;
+            return Ok(Creation {
+                workspace,
+                plan,
+                spare: Some(connection),
+                waited_for,
+                _changing: changing,
+            });
         }
         let id = order.new.id;
         // Before there is a row that recovery could take for one that nobody works on.
@@ -271,8 +280,8 @@ impl Workspaces {
                 continue;
             }
             let provider = self.provider(candidate.provider)?.clone();
-            if let Some(reached) = spare.take() {
-                match self.bind(&provider, id, reached).await {
+            if let Some(connection) = spare.take() {
+                match self.bind(&provider, id, connection).await {
                     Ok(workspace) => {
                         self.created(&workspace, candidate.provider, begun, true);
                         return Ok(workspace);
@@ -361,21 +370,21 @@ impl Workspaces {
         self: &Arc<Self>,
         provider: &SharedProvider,
         id: WorkspaceId,
-        reached: Reached,
+        connection: SandboxConnection,
     ) -> Result<Workspace, ErrorDetail> {
         let record = self.store.workspace_record(id).await.map_err(error_of)?;
         let spec = self.spec_of(&record).await?;
-        provider.configure(&spec, &reached.channel).await?;
+        provider.configure(&spec, &connection.channel).await?;
         failpoint!("claim.configured");
         if let Some(url) = &record.workspace.repository_url {
-            let warnings = checkout(&reached.channel, url, record.workspace.branch.as_deref()).await?;
+            let warnings = checkout(&connection.channel, url, record.workspace.branch.as_deref()).await?;
             if !warnings.is_empty() {
                 self.add_warnings(&record, warnings).await?;
             }
         }
         let workspace = self.store.set_ready(id, self.clock.now()).await.map_err(error_of)?;
         failpoint!("claim.ready");
-        self.live(id).set_reached(reached);
+        self.live(id).set_connection(connection);
         Ok(workspace)
     }
 
@@ -409,8 +418,8 @@ impl Workspaces {
         failpoint!("create.written_down");
         let workspace = self.store.set_ready(id, self.clock.now()).await.map_err(error_of)?;
         failpoint!("create.ready");
-        let reached = Reached { channel: sandbox.channel, provider: provider.name() };
-        self.live(id).set_reached(reached);
+        let connection = SandboxConnection { channel: sandbox.channel, provider: provider.name() };
+        self.live(id).set_connection(connection);
         Ok(workspace)
     }
 

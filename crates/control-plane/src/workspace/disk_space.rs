@@ -29,7 +29,7 @@ use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use futures_util::future::join_all;
 use serde_json::{Map, json};
 
-use super::live::Reached;
+use super::live::SandboxConnection;
 use super::{Workspaces, error_of};
 
 /// The pause between two looks: short where the disk could be full soon.
@@ -189,7 +189,7 @@ impl Workspaces {
 
     /// Refuses what takes so many bytes, if the disk would be full then. A sandbox does not always hear that the host had no room
     /// for what it has written: gVisor reports success for an fsync that failed.
-    pub(super) fn refuse_without_room_for(&self, bytes: u64) -> Result<(), ErrorDetail> {
+    pub(crate) fn refuse_without_room_for(&self, bytes: u64) -> Result<(), ErrorDetail> {
         match self.scarcest_disk() {
             Some(scarcest)
                 if self.disk_space.level_of(scarcest.free.saturating_sub(bytes)) == Level::Full =>
@@ -356,7 +356,10 @@ impl Workspaces {
         match renewed.await {
             Ok(sandbox) => {
                 self.tell_if_mended(id, &sandbox).await;
-                live.set_reached(Reached { channel: sandbox.channel, provider: provider.name() });
+                live.set_connection(SandboxConnection {
+                    channel: sandbox.channel,
+                    provider: provider.name(),
+                });
                 let note = json!({ "at": Utc::now(), "reason": why });
                 let fields = Map::from_iter([("last_restart".to_owned(), note)]);
                 let _ = self.store.merge_metadata(id, fields).await;

@@ -18,7 +18,7 @@ use emergent_wire::workspace::{
     Capabilities, CreateWorkspace, DeploymentMode, DiskQuota, IsolationLevel, NetworkMode, ProviderChoice,
     ProviderName, ProviderStatus, Workspace,
 };
-use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, Valid, WorkspaceId};
 
 use emergent_test_support::janitor::Janitor;
 
@@ -195,7 +195,7 @@ impl World {
     async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
         // No network: there is no server here that would remove it at its end.
         let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
-        let creation = self.workspaces.begin_create(request, true).await?;
+        let creation = self.workspaces.begin_create(Valid::new(request)?, true).await?;
         self.workspaces.finish_create(creation).await
     }
 

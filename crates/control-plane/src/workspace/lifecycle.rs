@@ -1,4 +1,4 @@
-//! Stop, resume, destroy, and how a workspace's sandbox is reached.
+//! Stop, resume, destroy, and how a workspace's sandbox is connected to.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use chrono::Utc;
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{GuestCall, ShutdownCall};
-use emergent_providers::{ProviderError, SandboxSpec};
+use emergent_providers::{ProviderError, Sandbox, SandboxSpec, SharedProvider};
 use emergent_store::{StoreError, WorkspaceRecord};
 use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use serde_json::{Map, json};
 
-use super::live::{Busy, Live, Reached};
+use super::live::{Busy, Live, SandboxConnection};
 use super::{Workspaces, error_of};
 
 /// How long the commands of a busy workspace have before it is removed.
@@ -78,8 +78,8 @@ impl Workspaces {
         self.take_over(&record).await?;
         failpoint!("resume.taken");
         let resumed = self.start_again(&record).await;
-        let reached = match resumed {
-            Ok(reached) => reached,
+        let connection = match resumed {
+            Ok(connection) => connection,
             Err(error) => {
                 let _ = self.store.release(id).await;
                 return Err(error);
@@ -90,19 +90,19 @@ impl Workspaces {
         self.store.transition(id, &from, WorkspaceStatus::Ready).await.map_err(error_of)?;
         let _ = self.store.touch(id, self.clock.now()).await;
         failpoint!("resume.ready");
-        live.set_reached(reached);
+        live.set_connection(connection);
         self.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
         self.store.workspace(id).await.map_err(error_of)
     }
 
     /// Starts the sandbox of a stopped workspace.
-    async fn start_again(&self, record: &WorkspaceRecord) -> Result<Reached, ErrorDetail> {
+    async fn start_again(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
         let spec = self.spec_of(record).await?;
         let provider = self.provider_of(record)?;
         let sandbox = provider.resume(&spec).await?;
         self.tell_if_mended(record.workspace.id, &sandbox).await;
         self.clean_old_clone(record, &sandbox.channel).await;
-        Ok(Reached { channel: sandbox.channel, provider: provider.name() })
+        Ok(SandboxConnection { channel: sandbox.channel, provider: provider.name() })
     }
 
     /// Makes this server the one that changes a workspace, unless another is at it.
@@ -148,7 +148,7 @@ impl Workspaces {
     pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
         let live = self.live(id);
         let channel = match live.close_to_calls() {
-            Some(reached) => Some(reached.channel),
+            Some(connection) => Some(connection.channel),
             None => self.open_channel_of(id).await,
         };
         if let Some(channel) = channel {
@@ -189,78 +189,64 @@ impl Workspaces {
     }
 
     /// Begins a call to a ready workspace; its channel is opened again, and its sandbox started again, where needed.
-    pub(super) async fn reach(
+    pub(super) async fn connect(
         self: &Arc<Self>,
         id: WorkspaceId,
-    ) -> Result<(Arc<Live>, Reached, Busy), ErrorDetail> {
+    ) -> Result<(Arc<Live>, SandboxConnection, Busy), ErrorDetail> {
         let known = self.live_map().get(&id).cloned();
         if let Some(live) = known
-            && let Some((reached, busy)) = live.begin_call()
+            && let Some((connection, busy)) = live.begin_call()
         {
-            return Ok((live, reached, busy));
+            return Ok((live, connection, busy));
         }
         // Before anything is remembered of an id that may be nobody's.
         self.ready_record(id).await?;
         let live = self.live(id);
         let _changing = live.changing.lock().await;
         self.end_if_damaged(id, &live).await;
-        if let Some((reached, busy)) = live.begin_call() {
-            return Ok((Arc::clone(&live), reached, busy));
+        if let Some((connection, busy)) = live.begin_call() {
+            return Ok((Arc::clone(&live), connection, busy));
         }
         // Looked up again: its state may have changed while the call waited.
         let record = self.ready_record(id).await?;
-        live.set_reached(self.reconnect(&record).await?);
+        live.set_connection(self.reconnect(&record).await?);
         match live.begin_call() {
-            Some((reached, busy)) => Ok((Arc::clone(&live), reached, busy)),
+            Some((connection, busy)) => Ok((Arc::clone(&live), connection, busy)),
             None => Err(ErrorDetail::new(
                 ErrorCode::SandboxLost,
-                "the sandbox ended as soon as it was reached: try again",
+                "the sandbox ended as soon as it was started: try again",
             )),
         }
     }
 
     /// Reaches a workspace that nobody calls, as a sign that it can be used.
     pub(super) async fn examine(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
-        self.reach(id).await.map(drop)
+        self.connect(id).await.map(drop)
     }
 
-    /// Opens a channel to a workspace, whose sandbox may have ended.
-    async fn reconnect(&self, record: &WorkspaceRecord) -> Result<Reached, ErrorDetail> {
+    /// Opens a channel to the sandbox of a workspace, and starts the sandbox again where it has ended.
+    async fn reconnect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
         let id = record.workspace.id;
         let spec = self.spec_of(record).await?;
         let provider = self.provider_of(record)?;
-        let channel = match provider.open_channel(&spec).await {
-            Ok(channel) => channel,
-            Err(
-                error @ (ProviderError::NotRunning(_)
-                | ProviderError::Gone(_)
-                | ProviderError::Unresponsive(_)),
-            ) => {
-                if let ProviderError::Unresponsive(_) = error {
-                    provider.kill(id).await?;
-                }
-                let why = match error {
-                    ProviderError::NotRunning(why) | ProviderError::Gone(why) => why,
-                    unresponsive => unresponsive.to_string(),
-                };
-                tracing::warn!(workspace = %id, why, "the sandbox had ended and is started again");
-                metrics::counter!("emergent_sandbox_restarts_total").increment(1);
-                let sandbox = match provider.resume(&spec).await {
-                    Ok(sandbox) => sandbox,
-                    Err(error) => return Err(self.give_up(id, &why, error).await),
-                };
+        let channel = match open_or_restart(provider, &spec).await {
+            Ok(Opened::Running(channel)) => channel,
+            Ok(Opened::Restarted { sandbox, reason }) => {
                 self.tell_if_mended(id, &sandbox).await;
-                let note = json!({ "at": Utc::now(), "reason": why });
+                let note = json!({ "at": Utc::now(), "reason": reason });
                 let _ =
                     self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
                 self.events.workspace(
                     EventKind::WorkspaceRestarted,
                     id,
-                    format!("its sandbox had ended: {why}"),
+                    format!("its sandbox had ended: {reason}"),
                 );
                 sandbox.channel
             }
-            Err(error) => return Err(error.into()),
+            Err(OpenError::NotOpened(error)) => return Err(error.into()),
+            Err(OpenError::NotRestarted { reason, error }) => {
+                return Err(self.give_up(id, &reason, error).await);
+            }
         };
         if record.workspace.status == WorkspaceStatus::Error {
             self.store
@@ -269,7 +255,7 @@ impl Workspaces {
                 .map_err(error_of)?;
         }
         self.clean_old_clone(record, &channel).await;
-        Ok(Reached { channel, provider: provider.name() })
+        Ok(SandboxConnection { channel, provider: provider.name() })
     }
 
     /// A sandbox that can't be started again: the row says why. It is looked at again with the next call.
@@ -310,6 +296,52 @@ impl Workspaces {
             .with_details(json!({ "reason": why, "oom_killed": why.contains("out of memory") })),
             None => error,
         }
+    }
+}
+
+/// A channel to a sandbox.
+pub(crate) enum Opened {
+    /// The sandbox was running.
+    Running(GuestClient),
+    /// It had ended for this reason, and was started again.
+    Restarted { sandbox: Sandbox, reason: String },
+}
+
+/// The sandbox can't be connected to.
+pub(crate) enum OpenError {
+    NotOpened(ProviderError),
+    /// It had ended for this reason, and can't be started again.
+    NotRestarted {
+        reason: String,
+        error: ProviderError,
+    },
+}
+
+impl From<ProviderError> for OpenError {
+    fn from(error: ProviderError) -> Self {
+        Self::NotOpened(error)
+    }
+}
+
+/// Opens a channel to a sandbox. One that has ended is started again; one that does not respond is killed first.
+pub(crate) async fn open_or_restart(
+    provider: &SharedProvider,
+    spec: &SandboxSpec,
+) -> Result<Opened, OpenError> {
+    let reason = match provider.open_channel(spec).await {
+        Ok(channel) => return Ok(Opened::Running(channel)),
+        Err(ProviderError::NotRunning(reason) | ProviderError::Gone(reason)) => reason,
+        Err(error @ ProviderError::Unresponsive(_)) => {
+            provider.kill(spec.id).await?;
+            error.to_string()
+        }
+        Err(error) => return Err(error.into()),
+    };
+    tracing::warn!(workspace = %spec.id, reason, "the sandbox had ended and is started again");
+    metrics::counter!("emergent_sandbox_restarts_total").increment(1);
+    match provider.resume(spec).await {
+        Ok(sandbox) => Ok(Opened::Restarted { sandbox, reason }),
+        Err(error) => Err(OpenError::NotRestarted { reason, error }),
     }
 }
 

@@ -51,8 +51,8 @@ struct Operation {
 
 #[derive(Default)]
 struct Traffic {
-    /// How calls reach the sandbox, while they may: none once the workspace is to be stopped or removed.
-    reached: Option<Reached>,
+    /// None once the workspace is to be stopped or removed.
+    connection: Option<SandboxConnection>,
     /// Calls in progress.
     calls: usize,
     /// Calls that were ever begun.
@@ -65,11 +65,11 @@ struct Traffic {
     written: Option<Instant>,
 }
 
-/// How a ready workspace is reached.
+/// The open channel to a workspace's sandbox.
 #[derive(Clone)]
-pub(crate) struct Reached {
+pub(crate) struct SandboxConnection {
     pub(crate) channel: GuestClient,
-    /// What the sandbox is on.
+    /// The provider of the sandbox.
     pub(crate) provider: ProviderName,
 }
 
@@ -97,36 +97,36 @@ impl Live {
     }
 
     /// Begins a call, if the sandbox's channel is open. While it is, no call needs to ask the store.
-    pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(Reached, Busy)> {
+    pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(SandboxConnection, Busy)> {
         let mut traffic = self.traffic();
         if traffic.damaged {
             return None;
         }
-        let reached = traffic.open_channel()?;
+        let connection = traffic.open_channel()?;
         traffic.calls += 1;
         traffic.begun += 1;
         drop(traffic);
-        Some((reached, Busy(Arc::clone(self))))
+        Some((connection, Busy(Arc::clone(self))))
     }
 
-    /// How the sandbox is reached, if its channel is open.
-    pub(crate) fn reached(&self) -> Option<Reached> {
+    /// The connection to the sandbox, if its channel is open.
+    pub(crate) fn connection(&self) -> Option<SandboxConnection> {
         self.traffic().open_channel()
     }
 
-    pub(crate) fn set_reached(&self, new: Reached) {
-        self.traffic().reached = Some(new);
+    pub(crate) fn set_connection(&self, new: SandboxConnection) {
+        self.traffic().connection = Some(new);
     }
 
     /// From now on calls ask the store first. The channel lives as long as what is returned.
-    pub(crate) fn close_to_calls(&self) -> Option<Reached> {
-        self.traffic().reached.take()
+    pub(crate) fn close_to_calls(&self) -> Option<SandboxConnection> {
+        self.traffic().connection.take()
     }
 
     /// The same, unless there are calls.
-    pub(crate) fn close_if_idle(&self) -> Result<Option<Reached>, InUse> {
+    pub(crate) fn close_if_idle(&self) -> Result<Option<SandboxConnection>, InUse> {
         let mut traffic = self.traffic();
-        if traffic.calls > 0 { Err(InUse) } else { Ok(traffic.reached.take()) }
+        if traffic.calls > 0 { Err(InUse) } else { Ok(traffic.connection.take()) }
     }
 
     /// The host has ended a process of the sandbox.
@@ -134,9 +134,9 @@ impl Live {
         self.traffic().damaged = true;
     }
 
-    /// How a damaged sandbox is reached, if it is in nobody's way to end it: there are no calls, and no commands were
-    /// started in the background. Asked once for each damage.
-    pub(super) fn take_damaged(&self) -> Option<Reached> {
+    /// The connection to a damaged sandbox that can be ended without loss: there are no calls, and no commands were started in
+    /// the background. Given once for each damage.
+    pub(super) fn take_damaged(&self) -> Option<SandboxConnection> {
         let has_operations = !self.operations().is_empty();
         let mut traffic = self.traffic();
         let is_damaged = std::mem::take(&mut traffic.damaged);
@@ -226,11 +226,11 @@ impl Live {
 }
 
 impl Traffic {
-    fn open_channel(&mut self) -> Option<Reached> {
-        if self.reached.as_ref().is_some_and(|reached| reached.channel.is_closed()) {
-            self.reached = None;
+    fn open_channel(&mut self) -> Option<SandboxConnection> {
+        if self.connection.as_ref().is_some_and(|connection| connection.channel.is_closed()) {
+            self.connection = None;
         }
-        self.reached.clone()
+        self.connection.clone()
     }
 
     fn take_use(&mut self) -> Option<DateTime<Utc>> {

@@ -10,8 +10,8 @@ use emergent_wire::tools::{BashAnswer, OperationAnswer, OperationStatus};
 use emergent_wire::{OperationId, WorkspaceId};
 
 use super::Workspaces;
+use super::calls::CallTarget;
 use super::live::Live;
-use super::tools::Called;
 
 /// What is told of a process that something outside the sandbox has ended.
 const OUT_OF_MEMORY: &str = "out of memory: a process of this workspace was killed; use less, or create the workspace with more memory";
@@ -22,12 +22,18 @@ const OUT_OF_MEMORY_SINCE: &str = "out of memory: a process of this workspace wa
 const DAMAGED: &str = "this workspace ran out of memory before, and the host ended one of its processes: commands may fail without a reason since then; stop and resume it, which ends what runs in it and keeps its files";
 
 impl Workspaces {
-    pub(super) fn oom_kills(&self, to: Called) -> u64 {
+    pub(super) fn oom_kills(&self, to: CallTarget) -> u64 {
         self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
     }
 
     /// Completes the answer of a command that somebody waited for.
-    pub(super) fn judge_command(&self, to: Called, live: &Live, kills_before: u64, answer: &mut BashAnswer) {
+    pub(super) fn judge_command(
+        &self,
+        to: CallTarget,
+        live: &Live,
+        kills_before: u64,
+        answer: &mut BashAnswer,
+    ) {
         let kills = self.oom_kills(to);
         if kills > kills_before {
             live.note_damage();
@@ -47,14 +53,14 @@ impl Workspaces {
     /// Ends a sandbox of which the host has ended a process, if nothing that runs in it would be missed. Whoever calls
     /// this holds its lock.
     pub(super) async fn end_if_damaged(&self, id: WorkspaceId, live: &Live) {
-        let Some(reached) = live.take_damaged() else {
+        let Some(connection) = live.take_damaged() else {
             return;
         };
-        let is_empty = super::usage::ask(&reached.channel).await.is_none_or(|usage| usage.processes == 0);
+        let is_empty = super::usage::ask(&connection.channel).await.is_none_or(|usage| usage.processes == 0);
         if !is_empty {
             return;
         }
-        let Ok(provider) = self.provider(reached.provider) else {
+        let Ok(provider) = self.provider(connection.provider) else {
             return;
         };
         tracing::warn!(workspace = %id, "the host has ended a process of the sandbox: it is started anew");
@@ -66,7 +72,7 @@ impl Workspaces {
 
     /// Completes the answer of a command in the background. It may have ended long ago, and others have run since: only
     /// one that failed can have been the one. (gVisor shows a process that the host ended as one that exited with 1.)
-    pub(super) fn judge_operation(&self, to: Called, live: &Live, answer: &mut OperationAnswer) {
+    pub(super) fn judge_operation(&self, to: CallTarget, live: &Live, answer: &mut OperationAnswer) {
         let (id, kills) = (answer.operation_id, self.oom_kills(to));
         live.remember_operation(id, kills);
         if answer.status != OperationStatus::Exited {

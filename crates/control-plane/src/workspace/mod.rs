@@ -1,5 +1,6 @@
 //! Workspaces: where they are placed, how they live, how tools reach them, and how a crash heals.
 
+mod calls;
 mod clock;
 pub(crate) mod cpu_fairness;
 mod create;
@@ -11,6 +12,7 @@ mod lifecycle;
 mod live;
 mod memory;
 mod old_clones;
+mod operations;
 pub(crate) mod placement;
 pub(crate) mod pool;
 mod quarantine;
@@ -18,7 +20,6 @@ pub(crate) mod recovery;
 pub(crate) mod servers;
 mod snapshots;
 pub(crate) mod sweep;
-mod tools;
 pub(crate) mod usage;
 
 use std::collections::HashMap;
@@ -37,17 +38,19 @@ use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 
 use crate::config::{Existing, Settings};
 use crate::events::Events;
+pub(crate) use calls::{GuestAnswer, GuestRequest, OutputLimit, RunningCall, TimeLimit};
 use clock::Clock;
 use cpu_fairness::CpuFairness;
 pub(crate) use create::Creation;
 use disk_space::DiskSpace;
 pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
-pub(crate) use live::{Live, Reached};
+pub(crate) use lifecycle::{OpenError, Opened, open_or_restart};
+pub(crate) use live::{Live, SandboxConnection};
+pub(crate) use operations::{FollowedOperation, OperationEvent};
 use pool::Pool;
 use quarantine::Quarantine;
 use servers::Servers;
-pub(crate) use tools::{FileStream, OutputStream};
 
 /// Shows a use whose write is still in progress.
 fn show_use(workspace: &mut Workspace, used: DateTime<Utc>) {

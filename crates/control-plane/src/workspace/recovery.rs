@@ -244,7 +244,7 @@ impl Workspaces {
     /// Whether this process has a channel to the workspace.
     fn is_reached(&self, id: WorkspaceId) -> bool {
         let live = self.live_map().get(&id).cloned();
-        live.is_some_and(|live| live.reached().is_some())
+        live.is_some_and(|live| live.connection().is_some())
     }
 }
 

@@ -11,7 +11,7 @@ use emergent_failpoint::failpoint;
 use emergent_store::{NewSnapshot, SnapshotRecord, StoreError};
 use emergent_wire::snapshot::{CreateSnapshot, Snapshot, SnapshotStatus};
 use emergent_wire::workspace::WorkspaceStatus;
-use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, Valid, WorkspaceId};
 
 use super::{Workspaces, error_of, wrong_state};
 
@@ -20,9 +20,9 @@ impl Workspaces {
     pub(crate) async fn snapshot(
         self: &Arc<Self>,
         id: WorkspaceId,
-        request: CreateSnapshot,
+        request: Valid<CreateSnapshot>,
     ) -> Result<Snapshot, ErrorDetail> {
-        request.validate()?;
+        let request = request.into_inner();
         // Before anything is remembered of an id that may be nobody's.
         self.store.workspace(id).await.map_err(error_of)?;
         let live = self.live(id);

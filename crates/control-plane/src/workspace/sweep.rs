@@ -12,7 +12,7 @@ use emergent_wire::event::EventKind;
 use emergent_wire::{ErrorDetail, WorkspaceId};
 use futures_util::StreamExt;
 
-use super::live::{InUse, Live, Reached};
+use super::live::{InUse, Live, SandboxConnection};
 use super::{Workspaces, error_of, usage};
 
 /// How often uses are written down that were not yet.
@@ -102,13 +102,13 @@ impl Workspaces {
             };
             let now = self.clock.now();
             self.write_use(id, live.unwritten_use(now)).await;
-            let reached = match live.close_if_idle() {
-                Ok(reached) => reached,
+            let connection = match live.close_if_idle() {
+                Ok(connection) => connection,
                 Err(InUse) => return Ok(()),
             };
-            if self.runs_commands(id, reached.as_ref()).await {
+            if self.runs_commands(id, connection.as_ref()).await {
                 self.write_use(id, Some(now)).await;
-                restore(&live, reached);
+                restore(&live, connection);
                 return Ok(());
             }
             let begun = match wish {
@@ -118,7 +118,7 @@ impl Workspaces {
             match begun {
                 Ok(true) => {}
                 result => {
-                    restore(&live, reached);
+                    restore(&live, connection);
                     return result.map(drop).map_err(error_of);
                 }
             }
@@ -141,9 +141,9 @@ impl Workspaces {
     }
 
     /// Whether commands run in the background. A sandbox that can't be asked has none.
-    async fn runs_commands(&self, id: WorkspaceId, reached: Option<&Reached>) -> bool {
-        let channel = match reached {
-            Some(reached) => reached.channel.clone(),
+    async fn runs_commands(&self, id: WorkspaceId, connection: Option<&SandboxConnection>) -> bool {
+        let channel = match connection {
+            Some(connection) => connection.channel.clone(),
             None => match self.open_channel_of(id).await {
                 Some(channel) => channel,
                 None => return false,
@@ -153,8 +153,8 @@ impl Workspaces {
     }
 }
 
-fn restore(live: &Live, reached: Option<Reached>) {
-    if let Some(reached) = reached {
-        live.set_reached(reached);
+fn restore(live: &Live, connection: Option<SandboxConnection>) {
+    if let Some(connection) = connection {
+        live.set_connection(connection);
     }
 }

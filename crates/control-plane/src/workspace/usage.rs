@@ -111,8 +111,8 @@ impl Workspaces {
 
     /// Asks a sandbox what it uses, if it has an open channel.
     pub(super) async fn measure(&self, live: &Live, limits: &ResourceLimits) -> Option<Usage> {
-        let reached = live.reached()?;
-        let answer = ask(&reached.channel).await?;
+        let connection = live.connection()?;
+        let answer = ask(&connection.channel).await?;
         let (cpu_time, now) = (Duration::from_millis(answer.cpu_time_ms), Instant::now());
         let mut measured = live.measured.lock().unwrap_or_else(PoisonError::into_inner);
         let mut cpu = measured.last.as_ref().and_then(|last| last.cpu);

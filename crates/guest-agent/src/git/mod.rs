@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
 use emergent_wire::tools::WORKSPACE_DIR;
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 
 use crate::agent::Agent;
 use crate::call::Call;

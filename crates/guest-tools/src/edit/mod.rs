@@ -25,7 +25,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use emergent_wire::tools::{EditAnswer, EditRequest, MAX_FILE_BYTES};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 use rustix::fs::{FileType, Stat};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};

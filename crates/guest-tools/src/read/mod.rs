@@ -21,7 +21,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use emergent_wire::tools::{DEFAULT_READ_LINES, MAX_FILE_BYTES, ReadAnswer, ReadRequest};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 use rustix::fs::{FileType, Stat, fstat};
 use rustix::io::Errno;
 use sha2::{Digest, Sha256};

@@ -1,8 +1,7 @@
 //! What holds for clients of both eras: the tools, their answers and errors, progress and cancellation.
 
 use crate::support::client::{Client, ERAS, LEGACY, MODERN};
-use crate::support::{Caller, Fake};
-use emergent_wire::tools::Tool;
+use crate::support::{Caller, Fake, TOOLS};
 use emergent_workspace_mcp::Config;
 use serde_json::{Value, json};
 
@@ -34,15 +33,15 @@ async fn the_tools_are_described() {
         lists.push(answer["result"]["tools"].clone());
     }
     assert_eq!(lists[0], lists[1]);
-    let text = lists[0].to_string();
-    assert!(!text.contains("$ref"), "{text}");
-    insta::assert_json_snapshot!("tools", lists[0]);
+    let names: Vec<_> = lists[0].as_array().unwrap().iter().map(|tool| &tool["name"]).collect();
+    assert_eq!(names, TOOLS);
+    insta::assert_json_snapshot!("tool", lists[0][0]);
 }
 
 #[tokio::test]
 async fn only_allowed_tools_are_shown_and_run() {
     let (fake, mcp) = Fake::default().serve(Config::default());
-    *fake.allowed.lock().unwrap() = vec![Tool::Grep, Tool::Read, Tool::Read];
+    *fake.allowed.lock().unwrap() = vec!["grep", "read", "read"];
     for era in ERAS {
         let client = Client::connect(&mcp, era).await;
         let answer = client.ask("tools/list", json!({})).await;
@@ -60,45 +59,24 @@ async fn only_allowed_tools_are_shown_and_run() {
     assert_eq!(*fake.dropped.borrow() + *fake.running.borrow(), 0);
 }
 
-/// Whether data is what the schema says: only known fields, and all that one of the alternatives needs.
-fn fits(schema: &Value, data: &Value) -> bool {
-    let data = data.as_object().unwrap();
-    let known = data.keys().all(|key| schema["properties"].get(key).is_some());
-    let complete = schema["anyOf"].as_array().unwrap().iter().any(|one| {
-        one["required"].as_array().unwrap().iter().all(|field| data.contains_key(field.as_str().unwrap()))
-    });
-    known && complete
-}
-
 #[tokio::test]
 async fn every_tool_answers_as_data_and_as_text() {
     for era in ERAS {
         let (_, mcp) = Fake::default().serve(Config::default());
         let client = Client::connect(&mcp, era).await;
-        let tools = client.ask("tools/list", json!({})).await["result"]["tools"].clone();
         let mut seen = Vec::new();
         for (tool, arguments) in [
             ("bash", json!({"command": "echo hello"})),
             ("bash", json!({"command": "fail"})),
-            ("bash", json!({"command": "sleep 1000", "background": true})),
-            ("write", json!({"file_path": "/workspace/a", "content": "one\ntwo\n"})),
-            ("read", json!({"path": "/workspace/a"})),
-            ("edit", json!({"file_path": "/workspace/a", "old_string": "two", "new_string": "2"})),
-            ("glob", json!({"pattern": "*"})),
-            ("grep", json!({"pattern": "one"})),
-            ("git", json!({"action": "status"})),
-            ("read", json!({"file_path": "/workspace/none"})),
-            ("edit", json!({"file_path": "/workspace/a", "old_string": "x", "new_string": "y"})),
             ("bash", json!({"command": "panic"})),
             ("bash", json!({})),
-            ("bash", json!({"command": "echo", "timeout_ms": "soon"})),
-            ("grep", json!({"pattern": "one", "regex": true})),
+            ("read", json!({"path": "/workspace/a"})),
+            ("read", json!({"path": "/workspace/none"})),
+            ("picture", json!({})),
+            ("grep", json!({})),
         ] {
             let mut result = client.call(tool, arguments.clone()).await;
-            let schema =
-                tools.as_array().unwrap().iter().find(|described| described["name"] == tool).unwrap();
             let data = &result["structuredContent"];
-            assert!(fits(&schema["outputSchema"], data), "{tool} {data}");
             assert_eq!(result["isError"].as_bool().unwrap(), data.get("error").is_some());
             // The only difference between the eras.
             let kind = result.as_object_mut().unwrap().remove("resultType");

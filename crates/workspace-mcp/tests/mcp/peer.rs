@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::support::Fake;
+use crate::support::{Fake, TOOLS};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
@@ -32,7 +32,7 @@ async fn a_client_finds_and_uses_the_tools() {
     for mode in [ClientLifecycleMode::Initialize, discover] {
         let transport = StreamableHttpClientTransport::from_uri(url.clone());
         let client = ().serve_with_lifecycle(transport, mode).await.unwrap();
-        assert_eq!(client.list_all_tools().await.unwrap().len(), 7);
+        assert_eq!(client.list_all_tools().await.unwrap().len(), TOOLS.len());
         let arguments = json!({"command": "echo hello"}).as_object().unwrap().clone();
         let result =
             client.call_tool(CallToolRequestParams::new("bash").with_arguments(arguments)).await.unwrap();

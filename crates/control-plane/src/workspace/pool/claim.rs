@@ -10,13 +10,13 @@ use emergent_wire::{ErrorDetail, WorkspaceId};
 use serde_json::json;
 
 use super::OpenSpare;
-use crate::workspace::live::Reached;
+use crate::workspace::live::SandboxConnection;
 use crate::workspace::{Workspaces, error_of};
 
 /// A spare that is a workspace's by now; its sandbox is not yet told.
 pub(crate) struct Claimed {
     pub(crate) workspace: Workspace,
-    pub(crate) reached: Reached,
+    pub(crate) connection: SandboxConnection,
 }
 
 /// Why no spare was handed out.
@@ -83,7 +83,7 @@ impl Workspaces {
             };
             let mut row = new(open.spare.id);
             row.metadata.insert("disk_quota".to_owned(), json!(provider.capabilities().disk_quota));
-            row.metadata.insert("agent_version".to_owned(), json!(open.reached.channel.hello().version));
+            row.metadata.insert("agent_version".to_owned(), json!(open.connection.channel.hello().version));
             if !open.warnings.is_empty() {
                 row.metadata.insert("warnings".to_owned(), json!(open.warnings));
             }
@@ -91,7 +91,7 @@ impl Workspaces {
             match self.store.claim_spare(row, &claim, limit).await {
                 Ok(Some(workspace)) => {
                     self.pool.changed.notify_one();
-                    return Ok(Ok(Claimed { workspace, reached: open.reached }));
+                    return Ok(Ok(Claimed { workspace, connection: open.connection }));
                 }
                 // Claimed or withdrawn by somebody else.
                 Ok(None) => {}
@@ -139,7 +139,7 @@ impl Workspaces {
     /// Takes the oldest spare that fits and whose channel is open, so that no other request of this process tries it.
     fn take_open(&self, shape: &Shape, digest: &str, miss: &mut Miss) -> Option<OpenSpare> {
         let mut open = self.pool.open();
-        let fits = |open: &&OpenSpare| open.spare.shape == *shape && !open.reached.channel.is_closed();
+        let fits = |open: &&OpenSpare| open.spare.shape == *shape && !open.connection.channel.is_closed();
         if open.values().filter(fits).any(|open| open.spare.image_digest != digest) {
             *miss = Miss::StaleImage;
         }

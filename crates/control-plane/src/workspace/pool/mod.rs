@@ -28,11 +28,11 @@ use emergent_wire::pool::{PoolStatus, PoolTarget, ShapeStatus, SpareStatus};
 use emergent_wire::workspace::{
     ContainerType, NetworkMode, ProviderChoice, ProviderName, ResourceLimits, SecurityLevel,
 };
-use emergent_wire::{ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorDetail, Valid, WorkspaceId};
 use futures_util::StreamExt;
 use tokio::sync::{Notify, RwLock};
 
-use super::live::Reached;
+use super::live::SandboxConnection;
 use super::placement::{self, Wish};
 use super::{Workspaces, error_of};
 use plan::Wanted;
@@ -75,7 +75,7 @@ pub(crate) struct Pool {
 /// A spare with its channel.
 struct OpenSpare {
     spare: Spare,
-    reached: Reached,
+    connection: SandboxConnection,
     /// What the workspace that it becomes should know.
     warnings: Vec<String>,
 }
@@ -111,7 +111,7 @@ impl Pool {
 
     /// Whether this process has an open channel to a spare.
     fn has_channel(&self, id: WorkspaceId) -> bool {
-        self.open().get(&id).is_some_and(|open| !open.reached.channel.is_closed())
+        self.open().get(&id).is_some_and(|open| !open.connection.channel.is_closed())
     }
 }
 
@@ -137,13 +137,10 @@ impl Workspaces {
     }
 
     /// Sets what the pool shall hold, until it is set again or reset (none: the configuration holds again).
-    pub(crate) async fn set_pool_target(&self, target: Option<PoolTarget>) -> Result<(), ErrorDetail> {
+    pub(crate) async fn set_pool_target(&self, target: Option<Valid<PoolTarget>>) -> Result<(), ErrorDetail> {
         let text = match target {
             None => String::new(),
-            Some(target) => {
-                target.validate()?;
-                serde_json::to_string(&target).unwrap_or_default()
-            }
+            Some(target) => serde_json::to_string(&*target).unwrap_or_default(),
         };
         let mut revision = self.pool.target_revision.write().await;
         self.store.put_setting(SETTING, &text).await.map_err(error_of)?;
@@ -254,13 +251,13 @@ impl Workspaces {
             match provider.open_channel(&spec).await {
                 Ok(channel) => {
                     let warnings = provider.warnings(&spec).await;
-                    let reached = Reached { channel, provider: provider.name() };
-                    let open = OpenSpare { spare: spare.clone(), reached, warnings };
+                    let connection = SandboxConnection { channel, provider: provider.name() };
+                    let open = OpenSpare { spare: spare.clone(), connection, warnings };
                     self.pool.open().insert(spare.id, open);
                     tracing::info!(spare = %spare.id, "a spare was adopted");
                 }
                 Err(ProviderError::Unavailable(problem)) => {
-                    tracing::debug!(spare = %spare.id, problem, "a spare can't be reached now");
+                    tracing::debug!(spare = %spare.id, problem, "the spare can't be connected to now");
                 }
                 Err(error) => {
                     tracing::info!(spare = %spare.id, %error, "a spare is dead");
@@ -350,8 +347,8 @@ impl Workspaces {
             owner: None,
             created_at: self.clock.now(),
         };
-        let reached = Reached { channel: sandbox.channel, provider: provider.name() };
-        let open = OpenSpare { spare, reached, warnings: sandbox.warnings };
+        let connection = SandboxConnection { channel: sandbox.channel, provider: provider.name() };
+        let open = OpenSpare { spare, connection, warnings: sandbox.warnings };
         self.store.spare_is_ready(id).await.map_err(error_of)?;
         failpoint!("fill.ready");
         self.pool.open().insert(id, open);

@@ -3,32 +3,33 @@
 
 pub mod client;
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
-use emergent_wire::git::{GitAnswer, GitStatus};
-use emergent_wire::tools::{
-    BashAnswer, BashRequest, EditAnswer, GlobAnswer, GrepAnswer, GrepMatch, OperationAnswer, OperationStatus,
-    ReadAnswer, ReadRequest, Tool, WriteAnswer,
+use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_workspace_mcp::{
+    Call, Config, Hints, OutputSink, ToolContent, ToolDescription, ToolResult, Tools, WorkspaceMcp,
 };
-use emergent_wire::{ErrorCode, ErrorDetail, OperationId};
-use emergent_workspace_mcp::{Call, Config, OutputSink, ToolAnswer, ToolRequest, Tools, WorkspaceMcp};
+use serde_json::{Value, json};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 
-/// A workspace in memory. Its bash knows a few commands:
+/// The tools of the fake, in the order in which they are listed.
+pub const TOOLS: [&str; 4] = ["bash", "read", "picture", "grep"];
+
+/// A workspace in memory. `read` knows no file but `/workspace/a`, `picture` gives an image, `grep` takes no arguments, and `bash` knows a few
+/// commands:
 ///
 /// | command | does |
 /// |---|---|
 /// | `echo …` | prints the rest |
 /// | `fail` | prints to stderr and exits with 3 |
-/// | `listen` | prints what the test says, until it says `None` |
-/// | `flood` | prints for ever, as fast as it can, until the test says something |
+/// | `listen` | prints the texts that the test gives, until it gives `None` |
+/// | `flood` | prints for ever, as fast as it can, until the test gives a text |
 /// | `panic` | panics |
-/// | `who` | prints who asks |
+/// | `who` | prints the caller |
 pub struct Fake {
-    pub allowed: Mutex<Vec<Tool>>,
-    files: Mutex<BTreeMap<String, String>>,
+    pub allowed: Mutex<Vec<&'static str>>,
+    described: Vec<ToolDescription>,
     /// Commands that run.
     pub running: watch::Sender<usize>,
     /// Commands that were dropped before their end.
@@ -37,7 +38,7 @@ pub struct Fake {
     said: AsyncMutex<mpsc::UnboundedReceiver<Option<String>>>,
 }
 
-/// Who asks, as an access check would attach it to a request.
+/// The caller, as an access check would attach it to a request.
 #[derive(Clone, Debug)]
 pub struct Caller(pub &'static str);
 
@@ -45,14 +46,23 @@ impl Default for Fake {
     fn default() -> Self {
         let (say, said) = mpsc::unbounded_channel();
         Self {
-            allowed: Mutex::new(Tool::ALL.to_vec()),
-            files: Mutex::default(),
+            allowed: Mutex::new(TOOLS.to_vec()),
+            described: TOOLS.into_iter().map(describe).collect(),
             running: watch::Sender::new(0),
             dropped: watch::Sender::new(0),
             say,
             said: AsyncMutex::new(said),
         }
     }
+}
+
+fn describe(name: &'static str) -> ToolDescription {
+    let schema = |value: Value| value.as_object().unwrap().clone();
+    let input = schema(json!({ "type": "object", "properties": { "command": { "type": "string" } } }));
+    let output = schema(json!({ "type": "object" }));
+    let read_only = name != "bash";
+    let hints = Hints { read_only, idempotent: read_only, open_world: !read_only };
+    ToolDescription::new(name, "A title", "Instructions.", (input, output), hints)
 }
 
 struct Running<'a> {
@@ -94,42 +104,19 @@ impl Fake {
         self.dropped.subscribe().wait_for(|dropped| *dropped == count).await.unwrap();
     }
 
-    async fn bash(
-        &self,
-        request: &BashRequest,
-        output: Option<OutputSink>,
-        http: &http::Extensions,
-    ) -> BashAnswer {
+    async fn bash(&self, command: &str, output: Option<OutputSink>, http: &http::Extensions) -> ToolResult {
         self.running.send_modify(|count| *count += 1);
         let mut running = Running { fake: self, ended: false };
-        let mut answer = BashAnswer {
-            stdout: String::new(),
-            stderr: String::new(),
-            exit_code: Some(0),
-            signal: None,
-            duration_ms: 7,
-            truncated: false,
-            stdout_bytes: 0,
-            stderr_bytes: 0,
-            timed_out: false,
-            oom_killed: false,
-            stdout_path: None,
-            stderr_path: None,
-            notes: Vec::new(),
-            operation_id: OperationId(uuid::Uuid::nil()),
-        };
-        match request.command.as_str() {
-            "fail" => {
-                answer.stderr = "no such thing\n".to_owned();
-                answer.exit_code = Some(3);
-            }
+        let (mut stdout, mut exit_code) = (String::new(), 0);
+        match command {
+            "fail" => exit_code = 3,
             "listen" => {
                 let mut said = self.said.lock().await;
                 while let Some(Some(text)) = said.recv().await {
                     if let Some(output) = &output {
                         output.write(text.as_bytes());
                     }
-                    answer.stdout.push_str(&text);
+                    stdout.push_str(&text);
                 }
             }
             "flood" => {
@@ -138,106 +125,54 @@ impl Fake {
                     if let Some(output) = &output {
                         output.write(&[b'x'; 64 * 1024]);
                     }
-                    answer.stdout_bytes += 64 * 1024;
                     tokio::task::yield_now().await;
                 }
             }
             "panic" => panic!("as the test wants"),
-            "who" => {
-                answer.stdout = http.get::<Caller>().map_or("nobody", |caller| caller.0).to_owned();
-            }
-            command => answer.stdout = format!("{}\n", command.trim_start_matches("echo ")),
+            "who" => stdout = http.get::<Caller>().map_or("nobody", |caller| caller.0).to_owned(),
+            command => stdout = format!("{}\n", command.trim_start_matches("echo ")),
         }
         running.ended = true;
-        answer
-    }
-
-    fn read(&self, request: &ReadRequest) -> Result<ReadAnswer, ErrorDetail> {
-        let files = self.files.lock().unwrap();
-        let content = files.get(&request.file_path).ok_or_else(|| {
-            ErrorDetail::new(ErrorCode::FileNotFound, format!("{} does not exist", request.file_path))
-        })?;
-        let lines = content.lines().count() as u64;
-        let content = content.lines().enumerate().map(|(at, line)| format!("{}: {line}\n", at + 1)).collect();
-        Ok(ReadAnswer { content, total_lines: Some(lines), file_size: 9, ..ReadAnswer::default() })
+        let content = ToolContent::Text(format!("{stdout}[exit code {exit_code}]"));
+        ToolResult { data: json!({ "stdout": stdout, "exit_code": exit_code }), content }
     }
 }
 
 #[async_trait]
 impl Tools for Fake {
-    fn allowed(&self) -> Vec<Tool> {
-        self.allowed.lock().unwrap().clone()
+    fn all(&self) -> &[ToolDescription] {
+        &self.described
     }
 
-    async fn call(&self, call: Call) -> Result<ToolAnswer, ErrorDetail> {
-        let Call { request, output, http } = call;
-        Ok(match request {
-            ToolRequest::Bash(request) if request.background => OperationAnswer {
-                operation_id: OperationId(uuid::Uuid::nil()),
-                status: OperationStatus::Running,
-                exit_code: None,
-                signal: None,
-                duration_ms: 0,
-                timed_out: false,
-                oom_killed: false,
-                stdout: String::new(),
-                stderr: String::new(),
-                next_offset: 0,
-                more: false,
-                notes: Vec::new(),
-            }
-            .into(),
-            ToolRequest::Bash(request) => self.bash(&request, output, &http).await.into(),
-            ToolRequest::Read(request) => self.read(&request)?.into(),
-            ToolRequest::Write(request) => {
-                let bytes_written = request.content.len() as u64;
-                let path = request.file_path.clone();
-                let created = self.files.lock().unwrap().insert(path, request.content).is_none();
-                let (file_path, sha256) = (request.file_path, "5e".repeat(32));
-                WriteAnswer { success: true, file_path, bytes_written, created, sha256 }.into()
-            }
-            ToolRequest::Edit(request) => {
-                let mut files = self.files.lock().unwrap();
-                let content =
-                    files.get_mut(&request.file_path).filter(|text| text.contains(&request.old_string));
-                let content = content.ok_or_else(|| {
-                    ErrorDetail::new(
-                        ErrorCode::OldStringNotFound,
-                        "old_string is not in the file: read it again",
-                    )
-                })?;
-                *content = content.replacen(&request.old_string, &request.new_string, 1);
-                EditAnswer {
-                    success: true,
-                    lines_changed: 1,
-                    replacements: 1,
-                    diff: format!("-{}\n+{}\n", request.old_string, request.new_string),
-                    matched_by: "exact".to_owned(),
-                    sha256: "5e".repeat(32),
+    fn is_allowed(&self, name: &str, _http: &http::Extensions) -> bool {
+        self.allowed.lock().unwrap().contains(&name)
+    }
+
+    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail> {
+        let Call { name, arguments, output, http } = call;
+        let text = |name: &str| arguments.get(name).and_then(Value::as_str);
+        match name.as_str() {
+            "bash" => match text("command") {
+                Some(command) => Ok(self.bash(command, output, &http).await),
+                None => {
+                    let message = "the arguments can't be read: missing field `command`";
+                    Err(ErrorDetail::new(ErrorCode::BadRequest, message))
                 }
-                .into()
+            },
+            "read" if text("path") == Some("/workspace/a") => {
+                let content = ToolContent::Text("1: one".to_owned());
+                Ok(ToolResult { data: json!({ "content": "1: one\n" }), content })
             }
-            ToolRequest::Glob(_) => {
-                let matches: Vec<String> = self.files.lock().unwrap().keys().cloned().collect();
-                GlobAnswer { count: matches.len() as u64, matches, truncated: false }.into()
+            "read" => Err(ErrorDetail::new(ErrorCode::FileNotFound, "the file does not exist")),
+            "picture" => {
+                let (data, media_type) = ("aGVsbG8=".to_owned(), "image/png".to_owned());
+                let content = ToolContent::Image { data: data.clone(), media_type };
+                Ok(ToolResult { data: json!({ "content": data }), content })
             }
-            ToolRequest::Grep(request) => {
-                let files = self.files.lock().unwrap();
-                let found = files.iter().find(|(_, content)| content.contains(&request.pattern));
-                let matches = found.map(|(path, content)| GrepMatch {
-                    file_path: path.clone(),
-                    line_number: 1,
-                    line: content.lines().next().unwrap_or_default().to_owned(),
-                    ..GrepMatch::default()
-                });
-                GrepAnswer { matches: matches.into_iter().collect(), ..GrepAnswer::default() }.into()
+            _ => {
+                let content = ToolContent::Text("[no lines match]".to_owned());
+                Ok(ToolResult { data: json!({ "matches": [] }), content })
             }
-            ToolRequest::Git(request) => {
-                let status =
-                    GitStatus { branch: Some("main".to_owned()), clean: true, ..GitStatus::default() };
-                let path = request.path.unwrap_or_else(|| "/workspace".to_owned());
-                GitAnswer { success: true, path, status: Some(status), ..GitAnswer::default() }.into()
-            }
-        })
+        }
     }
 }

@@ -1,30 +1,44 @@
-//! JSON Schemas out of the OpenAPI schemas of the wire types.
+//! JSON Schemas of tools, made of the OpenAPI schemas of their types.
 //!
-//! An OpenAPI 3.1 schema is a JSON Schema, but not one that every client of MCP can read. So references are put in
-//! place, and what only describes numbers and keys to generators of code is left out. An input never says that a
-//! value may be null: leaving the field out means the same, and some models can't be given a list of types.
+//! An OpenAPI 3.1 schema is a JSON Schema, but some MCP clients support only a part of that language. So references are replaced by
+//! the schemas they refer to, and keywords for code generators are removed. The schema of arguments never allows null: leaving the
+//! field out means the same, and some models do not support lists of types.
 //!
-//! An output is what the tool answers, or the error. Some clients check what they get against the schema also when
-//! it is an error, so the error is part of it.
+//! The schema of an answer includes the error, because some clients check errors against the schema, too.
 
 use std::collections::BTreeMap;
 
 use emergent_wire::ErrorDetail;
-use rmcp::model::JsonObject;
-use serde_json::{Value, json};
-use utoipa::ToSchema;
+use serde_json::{Map, Value, json};
 
-/// How deep types may be nested. A type that holds itself would never end.
+use super::table::{ToolEntry, TypeSchema};
+
+type JsonObject = Map<String, Value>;
+
+/// The largest depth of nested types: it ends a type that contains itself.
 const MAX_DEPTH: usize = 16;
-/// Keywords that say nothing to a client of MCP, or that some refuse.
+/// Keywords that mean nothing to MCP clients, or that some of them refuse.
 const LEFT_OUT: [&str; 2] = ["format", "propertyNames"];
 
-/// A type's schema, with nothing to look up elsewhere.
-pub(crate) fn of<T: ToSchema>() -> JsonObject {
+/// The schema of a tool's arguments.
+pub(crate) fn of_arguments(tool: &ToolEntry) -> JsonObject {
+    input(tool.request)
+}
+
+/// The schema of a tool's answer: finished work, work that has begun, or an error.
+pub(crate) fn of_answer(tool: &ToolEntry) -> JsonObject {
+    let types = (tool.answers)();
+    let answers: Vec<JsonObject> =
+        [Some(types.finished), types.begun].into_iter().flatten().map(of).collect();
+    output(&answers)
+}
+
+/// A type's schema without references.
+fn of(schema: TypeSchema) -> JsonObject {
     let mut parts = Vec::new();
-    T::schemas(&mut parts);
+    (schema.references)(&mut parts);
     let parts: BTreeMap<String, Value> = parts.into_iter().map(|(name, part)| (name, plain(&part))).collect();
-    match inline(plain(&T::schema()), &parts, MAX_DEPTH) {
+    match inline(plain(&(schema.schema)()), &parts, MAX_DEPTH) {
         Value::Object(mut schema) => {
             // The tool's description says more.
             schema.remove("description");
@@ -34,16 +48,14 @@ pub(crate) fn of<T: ToSchema>() -> JsonObject {
     }
 }
 
-/// What a tool takes.
-pub(crate) fn input<T: ToSchema>() -> JsonObject {
-    let mut schema = of::<T>();
+fn input(schema: TypeSchema) -> JsonObject {
+    let mut schema = of(schema);
     schema.values_mut().for_each(without_null);
     schema
 }
 
-/// What a tool gives: one of its answers, or the error.
-pub(crate) fn output(answers: &[JsonObject]) -> JsonObject {
-    let mut error = of::<ErrorDetail>();
+fn output(answers: &[JsonObject]) -> JsonObject {
+    let mut error = of(TypeSchema::of::<ErrorDetail>());
     error.insert("description".into(), "Why the tool failed; there is nothing else then.".into());
     // All the codes there are would be most of the schema.
     if let Some(code) = error.get_mut("properties").and_then(|properties| properties.get_mut("code")) {
@@ -142,10 +154,20 @@ fn without_null(schema: &mut Value) {
 
 #[cfg(test)]
 mod tests {
+    use emergent_wire::ErrorCode;
+    use emergent_wire::error::ErrorBody;
     use emergent_wire::git::{GitAnswer, GitRequest};
-    use emergent_wire::tools::{BashRequest, WriteRequest};
+    use emergent_wire::tools::{
+        BashRequest, EditAnswer, GlobAnswer, GrepAnswer, ReadAnswer, WriteAnswer, WriteRequest,
+    };
+    use utoipa::ToSchema;
 
     use super::*;
+    use crate::tools::standard;
+
+    fn input<T: ToSchema>() -> JsonObject {
+        super::input(TypeSchema::of::<T>())
+    }
 
     #[test]
     fn inputs_are_closed_and_have_neither_references_nor_nulls() {
@@ -166,10 +188,38 @@ mod tests {
 
     #[test]
     fn an_output_is_an_answer_or_an_error() {
-        let schema = output(&[of::<GitAnswer>()]);
+        let schema = output(&[of(TypeSchema::of::<GitAnswer>())]);
         assert_eq!(schema["anyOf"], json!([{"required": ["success", "path"]}, {"required": ["error"]}]));
         assert_eq!(schema["properties"]["status"]["type"], json!(["object", "null"]));
         assert_eq!(schema["properties"]["status"]["properties"]["branch"]["type"], json!(["string", "null"]));
         assert_eq!(schema["properties"]["error"]["required"], json!(["code", "message"]));
+    }
+
+    /// The fields of an answer that its schema does not name, and whether it has all that one of the alternatives requires.
+    fn check(tool: &str, answer: &impl serde::Serialize) {
+        let tool = standard().into_iter().find(|entry| entry.name == tool).unwrap();
+        let (schema, answer) = (of_answer(&tool), serde_json::to_value(answer).unwrap());
+        let answer = answer.as_object().unwrap();
+        let unknown: Vec<_> =
+            answer.keys().filter(|field| schema["properties"].get(field.as_str()).is_none()).collect();
+        assert!(unknown.is_empty(), "{}: {unknown:?}", tool.name);
+        let has_all = |alternative: &Value| {
+            let mut required = alternative["required"].as_array().unwrap().iter();
+            required.all(|field| answer.contains_key(field.as_str().unwrap()))
+        };
+        assert!(schema["anyOf"].as_array().unwrap().iter().any(has_all), "{}: {answer:?}", tool.name);
+    }
+
+    #[test]
+    fn answers_and_errors_fit_the_schema_of_their_tool() {
+        check("read", &ReadAnswer::default());
+        check("write", &WriteAnswer::default());
+        check("edit", &EditAnswer::default());
+        check("glob", &GlobAnswer::default());
+        check("grep", &GrepAnswer::default());
+        check("git", &GitAnswer::default());
+        for tool in standard() {
+            check(tool.name, &ErrorBody { error: ErrorDetail::new(ErrorCode::Internal, "") });
+        }
     }
 }

@@ -7,7 +7,7 @@ use emergent_wire::git::{GitAnswer, GitStatus};
 use super::Lines;
 
 /// What git did.
-pub(super) fn answer(answer: &GitAnswer) -> String {
+pub(in crate::tools) fn answer(answer: &GitAnswer) -> String {
     let mut text = Lines::default();
     if let Some(output) = &answer.output {
         text.piece(output.trim_end());

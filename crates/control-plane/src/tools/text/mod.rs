@@ -1,26 +1,15 @@
-//! Answers as text for a model. What is not the tool's own output is in square brackets.
+//! Answers as text for a model. Notes that are not the tool's own output are in square brackets.
 
-mod git;
+pub(super) mod git;
 
 use emergent_wire::tools::{
     BashAnswer, EditAnswer, GlobAnswer, GrepAnswer, GrepMatch, OUTPUT_DIR, OperationAnswer, ReadAnswer,
     WriteAnswer,
 };
 
-use crate::tools::ToolAnswer;
-
-/// An answer as text.
-pub(crate) fn of(answer: &ToolAnswer) -> String {
-    match answer {
-        ToolAnswer::Bash(answer) => bash(answer),
-        ToolAnswer::Operation(answer) => operation(answer),
-        ToolAnswer::Read(answer) => read(answer),
-        ToolAnswer::Write(answer) => write(answer),
-        ToolAnswer::Edit(answer) => edit(answer),
-        ToolAnswer::Glob(answer) => glob(answer),
-        ToolAnswer::Grep(answer) => grep(answer),
-        ToolAnswer::Git(answer) => git::answer(answer),
-    }
+/// Output as text. Bytes that are not UTF-8 become replacement characters.
+pub(crate) fn lossy(bytes: Vec<u8>) -> String {
+    String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
 }
 
 /// Text that grows by lines and pieces that may or may not end with a line end.
@@ -59,7 +48,7 @@ impl Lines {
     }
 }
 
-fn bash(answer: &BashAnswer) -> String {
+pub(super) fn command(answer: &BashAnswer) -> String {
     let mut text = Lines::default();
     text.piece(&answer.stdout);
     if !answer.stderr.is_empty() {
@@ -99,7 +88,7 @@ fn ending(text: &mut Lines, exit_code: Option<i32>, signal: Option<&str>) {
     };
 }
 
-fn operation(answer: &OperationAnswer) -> String {
+pub(super) fn operation(answer: &OperationAnswer) -> String {
     let id = answer.operation_id;
     let mut text = Lines::default();
     text.piece(&answer.stdout);
@@ -113,7 +102,7 @@ fn operation(answer: &OperationAnswer) -> String {
     text.finish()
 }
 
-fn read(answer: &ReadAnswer) -> String {
+pub(super) fn read(answer: &ReadAnswer) -> String {
     let mut text = Lines::default();
     text.piece(&answer.content);
     if answer.is_binary && answer.note.is_none() {
@@ -141,12 +130,12 @@ fn read(answer: &ReadAnswer) -> String {
     text.finish()
 }
 
-fn write(answer: &WriteAnswer) -> String {
+pub(super) fn write(answer: &WriteAnswer) -> String {
     let kind = if answer.created { "new file" } else { "replaced" };
     format!("Wrote {} bytes to {} ({kind}).", answer.bytes_written, answer.file_path)
 }
 
-fn edit(answer: &EditAnswer) -> String {
+pub(super) fn edit(answer: &EditAnswer) -> String {
     let mut text = Lines::default();
     let times = if answer.replacements == 1 { "occurrence" } else { "occurrences" };
     text.line(format!("Replaced {} {times}, matched by {}.", answer.replacements, answer.matched_by));
@@ -154,7 +143,7 @@ fn edit(answer: &EditAnswer) -> String {
     text.finish()
 }
 
-fn glob(answer: &GlobAnswer) -> String {
+pub(super) fn glob(answer: &GlobAnswer) -> String {
     let mut text = Lines::default();
     for path in &answer.matches {
         text.line(path);
@@ -168,7 +157,7 @@ fn glob(answer: &GlobAnswer) -> String {
     text.finish()
 }
 
-fn grep(answer: &GrepAnswer) -> String {
+pub(super) fn grep(answer: &GrepAnswer) -> String {
     let mut text = Lines::default();
     for found in &answer.matches {
         matched(&mut text, found);
@@ -225,7 +214,7 @@ mod tests {
             operation_id: OperationId::generate(),
         };
         change(&mut answer);
-        bash(&answer)
+        command(&answer)
     }
 
     #[test]

@@ -1,0 +1,35 @@
+//! The tools of a workspace: one table of them, and one path that every call takes.
+//!
+//! ```text
+//!  REST ───────────┐
+//!  workspace MCP ──┼─▶ Tools::prepare ─────────────▶ PreparedCall::run ──────────────▶ ToolAnswer
+//!  (other fronts) ─┘   authorise, parse, validate    run; audit and measure the end
+//! ```
+//!
+//! A tool is a request type that implements [`Tool`]: its texts, its effect, how it runs, and how its answer is shown to a model.
+//! **Adding a tool** is that type and one entry in [`standard`]. The REST path, the OpenAPI description, the MCP tool, the
+//! audit log and the metrics follow from the entry.
+//!
+//! Invariant: each call that reaches [`Tools::prepare`] has exactly one entry in the audit log, also when it is refused,
+//! fails, or is dropped because its client went away.
+
+mod bash;
+mod call;
+mod files;
+mod git;
+pub(crate) mod schema;
+mod search;
+mod stream;
+mod table;
+mod text;
+
+pub(crate) use bash::{MARGIN as COMMAND_MARGIN, OUTPUT_BYTES as COMMAND_OUTPUT_BYTES};
+pub(crate) use call::{Output, PreparedCall, Tools};
+pub(crate) use stream::{RunningTool, ToolEvent};
+pub(crate) use table::{Arguments, Effect, Shown, Streaming, ToolAnswer, ToolEntry, TypeSchema, standard};
+pub(crate) use text::lossy;
+#[cfg(test)]
+pub(crate) use {
+    call::ToolContext,
+    table::{AnswerTypes, Tool},
+};

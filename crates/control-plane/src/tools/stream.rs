@@ -1,0 +1,67 @@
+//! A call whose output is read while it runs.
+
+use bytes::Bytes;
+use emergent_wire::ErrorDetail;
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
+
+use super::call::{Output, Piece, PreparedCall};
+use super::table::ToolAnswer;
+
+/// An event of a running call. The answer is the last one.
+pub(crate) enum ToolEvent {
+    Stdout(Bytes),
+    Stderr(Bytes),
+    Answer(ToolAnswer),
+}
+
+/// A call that runs while its events are read: a slow reader slows it down. Dropping it cancels the call.
+pub(crate) struct RunningTool {
+    /// None once it has ended.
+    run: Option<BoxFuture<'static, Result<ToolAnswer, ErrorDetail>>>,
+    output: mpsc::Receiver<Piece>,
+    result: Option<Result<ToolAnswer, ErrorDetail>>,
+}
+
+impl PreparedCall {
+    /// Starts the call, and returns when the agent has it. An error before that moment is the error of this function.
+    pub(crate) async fn start(self) -> Result<RunningTool, ErrorDetail> {
+        let (sender, output) = mpsc::channel(1);
+        let run = Box::pin(self.run(Output::Streamed(sender)));
+        let mut running = RunningTool { run: Some(run), output, result: None };
+        // The first piece says that the call has started.
+        running.next_piece().await;
+        match running.result {
+            Some(Err(error)) => Err(error),
+            _ => Ok(running),
+        }
+    }
+}
+
+impl RunningTool {
+    /// Waits for the next event. None after the answer or an error.
+    pub(crate) async fn next(&mut self) -> Option<Result<ToolEvent, ErrorDetail>> {
+        loop {
+            match self.next_piece().await {
+                Some(Piece::Started) => {}
+                Some(Piece::Stdout(bytes)) => return Some(Ok(ToolEvent::Stdout(bytes))),
+                Some(Piece::Stderr(bytes)) => return Some(Ok(ToolEvent::Stderr(bytes))),
+                None => return self.result.take().map(|result| result.map(ToolEvent::Answer)),
+            }
+        }
+    }
+
+    /// Runs the call until it sends a piece. None when it has ended and all pieces were read.
+    async fn next_piece(&mut self) -> Option<Piece> {
+        loop {
+            let Some(run) = &mut self.run else { return self.output.recv().await };
+            let result = tokio::select! {
+                biased;
+                Some(piece) = self.output.recv() => return Some(piece),
+                result = run => result,
+            };
+            self.run = None;
+            self.result = Some(result);
+        }
+    }
+}

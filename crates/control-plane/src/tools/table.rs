@@ -1,0 +1,335 @@
+//! The table of tools: [`Tool`] is what a tool defines, [`ToolEntry`] the same for code that handles any tool.
+
+use std::sync::Arc;
+
+use emergent_wire::git::GitRequest;
+use emergent_wire::tools::{
+    BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest, ToolRequest, WriteRequest,
+};
+use emergent_wire::{ErrorCode, ErrorDetail};
+use futures_util::future::BoxFuture;
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+use utoipa::openapi::{RefOr, Schema};
+
+use super::call::ToolContext;
+use crate::summary::Summarize;
+
+/// The largest request, unless the tool says otherwise.
+pub(crate) const MAX_REQUEST_BYTES: usize = 5 << 20;
+
+/// The tools that every workspace has, in the order in which they are listed.
+pub(crate) fn standard() -> Vec<Arc<ToolEntry>> {
+    vec![
+        ToolEntry::of::<BashRequest>(),
+        ToolEntry::of::<ReadRequest>(),
+        ToolEntry::of::<WriteRequest>(),
+        ToolEntry::of::<EditRequest>(),
+        ToolEntry::of::<GlobRequest>(),
+        ToolEntry::of::<GrepRequest>(),
+        ToolEntry::of::<GitRequest>(),
+    ]
+}
+
+/// A tool, defined by the type of its requests.
+pub(crate) trait Tool: ToolRequest + Summarize + ToSchema + Send + Sync + 'static {
+    /// A name for people.
+    const TITLE: &'static str;
+    /// Notes in the description of the REST API, beside the title.
+    const NOTES: &'static str = "";
+    /// Instructions for a model: facts that the schema can't express.
+    const INSTRUCTIONS: &'static str;
+    const EFFECT: Effect;
+    /// A second name in REST paths.
+    const ALIAS: Option<&'static str> = None;
+    const MAX_REQUEST_BYTES: usize = MAX_REQUEST_BYTES;
+
+    /// Runs the tool. Dropping the future cancels the call.
+    fn run(
+        &self,
+        context: &ToolContext<'_>,
+    ) -> impl Future<Output = Result<Self::Answer, ErrorDetail>> + Send;
+
+    /// The answer as a model sees it.
+    fn show(&self, answer: &Self::Answer) -> Shown;
+
+    /// The output that this request can send while it runs.
+    fn streaming(&self) -> Streaming {
+        Streaming::None
+    }
+
+    /// Whether the answer says only that the work has begun.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+
+    /// The types of the answers: of finished work, and of work that has begun (where the tool can answer so).
+    fn answers() -> AnswerTypes;
+}
+
+/// The changes that a tool can make.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// None.
+    ReadsFiles,
+    /// It replaces a file. The same call again changes nothing.
+    ReplacesFile,
+    /// It changes a file.
+    ChangesFile,
+    /// It changes anything in the workspace, and may send requests to the network.
+    Anything,
+}
+
+/// The output that a call can send while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Streaming {
+    None,
+    /// What a command prints.
+    CommandOutput,
+    /// The bytes of a file.
+    FileContent,
+}
+
+/// An answer as a model sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Shown {
+    Text(String),
+    Image {
+        /// Base64.
+        data: String,
+        media_type: &'static str,
+    },
+}
+
+/// The arguments of a call, in the form in which a front received them.
+pub(crate) enum Arguments<'a> {
+    /// The text of a JSON object.
+    Json(&'a [u8]),
+    Object(Map<String, Value>),
+}
+
+/// The types of a tool's answers.
+pub(crate) struct AnswerTypes {
+    pub(crate) finished: TypeSchema,
+    pub(crate) begun: Option<TypeSchema>,
+}
+
+/// The name and the schema of a type, for OpenAPI and JSON Schema.
+#[derive(Clone, Copy)]
+pub(crate) struct TypeSchema {
+    pub(crate) name: fn() -> String,
+    pub(crate) schema: fn() -> RefOr<Schema>,
+    /// Adds the schemas of the types that it refers to.
+    pub(crate) references: fn(&mut Vec<(String, RefOr<Schema>)>),
+}
+
+impl TypeSchema {
+    pub(crate) fn of<T: ToSchema>() -> Self {
+        Self { name: || T::name().into_owned(), schema: T::schema, references: T::schemas }
+    }
+}
+
+/// An entry of the table.
+pub(crate) struct ToolEntry {
+    /// In REST paths, lists of tools, the audit log and the metrics.
+    pub(crate) name: &'static str,
+    pub(crate) alias: Option<&'static str>,
+    pub(crate) title: &'static str,
+    pub(crate) notes: &'static str,
+    pub(crate) instructions: &'static str,
+    pub(crate) effect: Effect,
+    pub(crate) max_request_bytes: usize,
+    pub(crate) request: TypeSchema,
+    pub(crate) answers: fn() -> AnswerTypes,
+    parse: fn(Arguments<'_>) -> Result<Box<dyn AnyRequest>, ErrorDetail>,
+}
+
+impl ToolEntry {
+    pub(crate) fn of<T: Tool>() -> Arc<Self> {
+        Arc::new(Self {
+            name: T::NAME,
+            alias: T::ALIAS,
+            title: T::TITLE,
+            notes: T::NOTES,
+            instructions: T::INSTRUCTIONS,
+            effect: T::EFFECT,
+            max_request_bytes: T::MAX_REQUEST_BYTES,
+            request: TypeSchema::of::<T>(),
+            answers: T::answers,
+            parse: |arguments| Ok(Box::new(arguments.parse::<T>()?)),
+        })
+    }
+
+    /// Reads a request. Its ranges are not checked yet.
+    pub(super) fn parse(&self, arguments: Arguments<'_>) -> Result<Box<dyn AnyRequest>, ErrorDetail> {
+        (self.parse)(arguments)
+    }
+}
+
+impl Arguments<'_> {
+    fn parse<T: Tool>(self) -> Result<T, ErrorDetail> {
+        let refuse = |message| ErrorDetail::new(ErrorCode::BadRequest, message);
+        match self {
+            Self::Json(text) => serde_json::from_slice(text)
+                .map_err(|error| refuse(format!("the body can't be read: {error}"))),
+            Self::Object(object) => {
+                serde_path_to_error::deserialize(Value::Object(object)).map_err(|error| {
+                    let reason = error.inner();
+                    refuse(match error.path().to_string().as_str() {
+                        // A field that is missing or unknown is named by the reason itself.
+                        "." | "?" => format!("the arguments can't be read: {reason}"),
+                        path => format!("the argument '{path}' can't be read: {reason}"),
+                    })
+                })
+            }
+        }
+    }
+}
+
+/// The request of any tool.
+pub(super) trait AnyRequest: Send + Sync {
+    fn validate(&self) -> Result<(), ErrorDetail>;
+    fn summary(&self) -> Value;
+    fn streaming(&self) -> Streaming;
+    fn run<'a>(
+        self: Box<Self>,
+        context: &'a ToolContext<'_>,
+    ) -> BoxFuture<'a, Result<ToolAnswer, ErrorDetail>>
+    where
+        Self: 'a;
+}
+
+impl<T: Tool> AnyRequest for T {
+    fn validate(&self) -> Result<(), ErrorDetail> {
+        emergent_wire::Validate::validate(self)
+    }
+
+    fn summary(&self) -> Value {
+        Summarize::summary(self)
+    }
+
+    fn streaming(&self) -> Streaming {
+        Tool::streaming(self)
+    }
+
+    fn run<'a>(
+        self: Box<Self>,
+        context: &'a ToolContext<'_>,
+    ) -> BoxFuture<'a, Result<ToolAnswer, ErrorDetail>>
+    where
+        Self: 'a,
+    {
+        Box::pin(async move {
+            let answer = Tool::run(&*self, context).await?;
+            Ok(ToolAnswer(Box::new(Answered { request: self, answer })))
+        })
+    }
+}
+
+/// The answer of any tool.
+pub(crate) struct ToolAnswer(Box<dyn AnyAnswer>);
+
+impl ToolAnswer {
+    /// The body of an answer of the REST API.
+    pub(crate) fn to_json(&self) -> Result<Vec<u8>, ErrorDetail> {
+        self.0.to_json().map_err(|error| unwritable(&error))
+    }
+
+    /// The same as a value.
+    pub(crate) fn to_value(&self) -> Result<Value, ErrorDetail> {
+        self.0.to_value().map_err(|error| unwritable(&error))
+    }
+
+    pub(crate) fn show(&self) -> Shown {
+        self.0.show()
+    }
+
+    /// Whether it says only that the work has begun.
+    pub(crate) fn is_asynchronous(&self) -> bool {
+        self.0.is_asynchronous()
+    }
+}
+
+fn unwritable(error: &serde_json::Error) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::Internal, format!("the answer can't be written as JSON: {error}"))
+}
+
+struct Answered<T: Tool> {
+    request: Box<T>,
+    answer: T::Answer,
+}
+
+trait AnyAnswer: Send {
+    fn to_json(&self) -> serde_json::Result<Vec<u8>>;
+    fn to_value(&self) -> serde_json::Result<Value>;
+    fn show(&self) -> Shown;
+    fn is_asynchronous(&self) -> bool;
+}
+
+impl<T: Tool> AnyAnswer for Answered<T> {
+    fn to_json(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&self.answer)
+    }
+
+    fn to_value(&self) -> serde_json::Result<Value> {
+        serde_json::to_value(&self.answer)
+    }
+
+    fn show(&self) -> Shown {
+        self.request.show(&self.answer)
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        self.request.is_asynchronous()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn entry(name: &str) -> Arc<ToolEntry> {
+        standard().into_iter().find(|tool| tool.name == name).unwrap()
+    }
+
+    fn parse(tool: &str, arguments: &Value) -> Result<Box<dyn AnyRequest>, ErrorDetail> {
+        entry(tool).parse(Arguments::Object(arguments.as_object().unwrap().clone()))
+    }
+
+    #[test]
+    fn a_field_that_does_not_fit_is_named() {
+        for (tool, arguments, named) in [
+            ("bash", json!({}), "command"),
+            ("bash", json!({"command": 5}), "'command'"),
+            ("bash", json!({"command": "ls", "timeout": 5}), "timeout"),
+            ("bash", json!({"command": "ls", "timeout_ms": "5"}), "'timeout_ms'"),
+            ("bash", json!({"command": "ls", "environment": {"A": 1}}), "'environment.A'"),
+            ("git", json!({"action": "rebase"}), "'action'"),
+            ("git", json!({"action": "diff", "files": ["a", 1]}), "'files[1]'"),
+        ] {
+            let Err(error) = parse(tool, &arguments) else { panic!("{tool} takes {arguments}") };
+            assert_eq!(error.code, ErrorCode::BadRequest);
+            assert!(error.message.contains(named), "{arguments}: {}", error.message);
+        }
+    }
+
+    #[test]
+    fn each_tool_reads_its_own_requests() {
+        for (tool, arguments) in [
+            ("bash", json!({"command": "ls"})),
+            ("read", json!({"path": "a"})),
+            ("write", json!({"file_path": "a", "content": ""})),
+            ("edit", json!({"file_path": "a", "old_string": "x", "new_string": "y"})),
+            ("glob", json!({"pattern": "*"})),
+            ("grep", json!({"pattern": "x"})),
+            ("git", json!({"action": "status"})),
+        ] {
+            let request = parse(tool, &arguments).unwrap_or_else(|error| panic!("{tool}: {error}"));
+            request.validate().unwrap();
+            let text = serde_json::to_vec(&arguments).unwrap();
+            assert!(entry(tool).parse(Arguments::Json(&text)).is_ok(), "{tool}");
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Commands in the background: their state, their output, and their end.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use emergent_guest_client::Event;
+use emergent_guest_protocol::{AttachCall, GuestCall, OperationCall};
+use emergent_wire::tools::OperationAnswer;
+use emergent_wire::{ErrorDetail, OperationId, WorkspaceId};
+
+use super::{GuestRequest, OutputLimit, RunningCall, TimeLimit, Workspaces};
+use crate::caller::Caller;
+use crate::tools::{COMMAND_MARGIN, COMMAND_OUTPUT_BYTES, lossy};
+
+/// The time in which the agent answers what it knows of a command.
+const LOOK_TIME: Duration = Duration::from_secs(120);
+
+impl Workspaces {
+    /// The state of a command in the background, and its output from an offset on.
+    pub(crate) async fn operation(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: WorkspaceId,
+        operation_id: OperationId,
+        offset: u64,
+    ) -> Result<OperationAnswer, ErrorDetail> {
+        let call = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
+        let time_limit = TimeLimit::Total(LOOK_TIME);
+        let mut running = self.call_guest(caller, id, GuestRequest { call, input: None, time_limit }).await?;
+        let output = running.answer(OutputLimit::command(COMMAND_OUTPUT_BYTES)).await?;
+        let mut answer: OperationAnswer = output.parse()?;
+        running.complete_operation(&mut answer);
+        answer.stdout = lossy(output.stdout);
+        answer.stderr = lossy(output.stderr);
+        Ok(answer)
+    }
+
+    /// Follows a command in the background until it ends.
+    pub(crate) async fn follow_operation(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: WorkspaceId,
+        operation_id: OperationId,
+        offset: u64,
+    ) -> Result<FollowedOperation, ErrorDetail> {
+        let call = GuestCall::Attach(AttachCall { operation_id, offset, follow: true });
+        let request = GuestRequest { call, input: None, time_limit: TimeLimit::Unlimited };
+        Ok(FollowedOperation(self.call_guest(caller, id, request).await?))
+    }
+
+    /// Ends a command in the background.
+    pub(crate) async fn kill_operation(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: WorkspaceId,
+        operation_id: OperationId,
+    ) -> Result<OperationAnswer, ErrorDetail> {
+        let call = GuestCall::KillOperation(OperationCall { operation_id });
+        let time_limit = TimeLimit::Total(COMMAND_MARGIN * 2);
+        let mut running = self.call_guest(caller, id, GuestRequest { call, input: None, time_limit }).await?;
+        running.answer(OutputLimit::NONE).await?.parse()
+    }
+}
+
+/// A command in the background whose output is read as it comes.
+pub(crate) struct FollowedOperation(RunningCall);
+
+/// A piece of its output, or its end.
+pub(crate) enum OperationEvent {
+    Stdout(bytes::Bytes),
+    Stderr(bytes::Bytes),
+    Ended(Box<OperationAnswer>),
+}
+
+impl FollowedOperation {
+    /// Waits for the next event. The end is the last one.
+    pub(crate) async fn next(&mut self) -> Result<OperationEvent, ErrorDetail> {
+        Ok(match self.0.next().await? {
+            Event::Stdout(bytes) => OperationEvent::Stdout(bytes),
+            Event::Stderr(bytes) => OperationEvent::Stderr(bytes),
+            Event::Answer(json) => {
+                let mut answer: OperationAnswer = super::GuestAnswer::of(json).parse()?;
+                self.0.complete_operation(&mut answer);
+                OperationEvent::Ended(Box::new(answer))
+            }
+        })
+    }
+}
