@@ -19,6 +19,7 @@ pub mod config;
 mod connections;
 mod docs_page;
 mod encryption_key;
+mod errors;
 mod events;
 mod existing;
 mod firecracker;

@@ -168,8 +168,8 @@ pub async fn serve(
     if !settings.is_local() && tls.is_none() {
         tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens travel in the clear");
     }
-    workspaces.ask_health().await;
-    if let Err(error) = workspaces.servers.look(&store).await {
+    workspaces.health.ask_all().await;
+    if let Err(error) = workspaces.context.servers.look(&store).await {
         tracing::warn!(%error, "the other servers can't be looked at");
     }
     let mut background = background::start(&workspaces, &app);
@@ -177,12 +177,12 @@ pub async fn serve(
 
     let ending = async {
         shutdown.await;
-        workspaces.events.end();
+        workspaces.context.events.end();
     };
     accept(Listener::Tcp(listener, tls), http::router(&app), Some(WRITE_TIME), ending).await;
     background.shutdown().await;
     app.mcp.shut_down().await;
-    workspaces.write_uses().await;
+    workspaces.sweeper.write_uses().await;
     audit.flush().await;
     retire(&workspaces, &store).await;
     if let Some(embedded) = embedded {
@@ -200,7 +200,7 @@ pub async fn serve(
 /// Takes leave of the other servers; the last one removes networks and rules that nothing needs.
 async fn retire(workspaces: &Workspaces, store: &Store) {
     let is_last = match store.forget_server(store.server()).await {
-        Ok(()) => workspaces.servers.is_last(store).await,
+        Ok(()) => workspaces.context.servers.is_last(store).await,
         Err(error) => Err(error),
     };
     match is_last {
@@ -211,7 +211,7 @@ async fn retire(workspaces: &Workspaces, store: &Store) {
             return;
         }
     }
-    for provider in workspaces.providers() {
+    for provider in &workspaces.context.providers {
         if let Err(error) = provider.retire().await {
             tracing::warn!(provider = %provider.name(), %error, "networks and rules could not be removed");
         }

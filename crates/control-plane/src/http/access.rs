@@ -20,7 +20,6 @@ use super::route::{Access, RouteRule, TargetId};
 use super::until_ended::UntilEnded;
 use crate::caller::Caller;
 use crate::connections::Connection;
-use crate::workspace::error_of;
 
 /// Lets a request through when its token may call this route. The handler finds the [`Caller`] in the extensions.
 pub(super) async fn check(
@@ -45,6 +44,7 @@ pub(super) async fn check(
                 request_id: request.extensions().get::<RequestId>().map(ToString::to_string),
                 counts_as_use: rule.counts_as_use,
             };
+            tracing::Span::current().record("principal", caller.principal.name.as_str());
             request.extensions_mut().insert(caller.clone());
             let mut ended = Box::pin(token_ended(app, secret.unwrap_or_default(), token));
             let mut response = tokio::select! {
@@ -72,7 +72,7 @@ pub(super) async fn check(
 }
 
 async fn token_ended(app: App, secret: String, token: Token) {
-    app.workspaces.store.token_ended(&secret, &token).await;
+    app.workspaces.context.store.token_ended(&secret, &token).await;
 }
 
 /// The token of a request, if it may call the route for this target.
@@ -87,7 +87,7 @@ async fn authenticate(
                        or the admin token in the server's data directory";
         ApiError::new(ErrorCode::Unauthorized, message)
     })?;
-    let token = app.workspaces.store.verify_token(secret, Utc::now()).await.map_err(error_of)?;
+    let token = app.workspaces.context.store.verify_token(secret, Utc::now()).await?;
     if !rule.allows(&token.scope, target.and_then(|target| target.0)) {
         return Err(ApiError::new(ErrorCode::Forbidden, "this token may not do this: use an admin token"));
     }

@@ -19,7 +19,9 @@ use super::{App, describe, router, routes};
 use crate::audit::Audit;
 use crate::config::Settings;
 use crate::summary::Summarize;
-use crate::tools::{AnswerTypes, Effect, Shown, Tool, ToolContext, ToolEntry, TypeSchema, standard};
+use crate::tools::{
+    AnswerTypes, Effect, Shown, Tool, ToolContext, ToolEntry, ToolError, TypeSchema, standard,
+};
 use crate::workspace::Workspaces;
 
 /// Notified when the tool is told to wait for ever.
@@ -62,7 +64,7 @@ impl Tool for CountRequest {
     const INSTRUCTIONS: &'static str = "Count the words of a text.";
     const EFFECT: Effect = Effect::ReadsFiles;
 
-    async fn run(&self, _: &ToolContext<'_>) -> Result<CountAnswer, ErrorDetail> {
+    async fn run(&self, _: &ToolContext<'_>) -> Result<CountAnswer, ToolError> {
         if self.text == "wait" {
             WAITING.notify_one();
             std::future::pending::<()>().await;
@@ -154,7 +156,7 @@ impl Server {
     async fn audited(&self) -> Vec<(AuditOutcome, Option<String>, Value)> {
         self.app.audit.flush().await;
         let filter = AuditFilter { tool: Some("count".to_owned()), ..AuditFilter::default() };
-        let page = self.app.workspaces.store.audit_page(&filter, None, 100).await.unwrap();
+        let page = self.app.workspaces.context.store.audit_page(&filter, None, 100).await.unwrap();
         let entries = page.records.into_iter().rev().map(|record| record.entry);
         entries.map(|entry| (entry.outcome, entry.error_code, entry.request)).collect()
     }

@@ -15,7 +15,6 @@ use super::App;
 use super::error::ApiError;
 use super::extract::{Params, page_limit};
 use super::route::{AuditPolicy, RouteRule};
-use crate::workspace::error_of;
 
 /// Which calls to list.
 #[derive(Debug, Deserialize, IntoParams)]
@@ -60,8 +59,7 @@ pub(super) async fn list(
         until: params.until,
     };
     app.audit.flush().await;
-    let page =
-        app.workspaces.store.audit_page(&filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
+    let page = app.workspaces.context.store.audit_page(&filter, params.cursor.as_deref(), limit).await?;
     Ok(Json(page))
 }
 
@@ -120,7 +118,7 @@ pub(super) async fn export(
     }
     app.audit.flush().await;
     let range = AuditRange { before: params.before.unwrap_or(DateTime::<Utc>::MAX_UTC), through: None };
-    let rows = app.workspaces.store.export_audit(params.after, &range, limit).await.map_err(error_of)?;
+    let rows = app.workspaces.context.store.export_audit(params.after, &range, limit).await?;
     let lines: String = rows.iter().map(|row| row.to_line() + "\n").collect();
     Ok(([(CONTENT_TYPE, "application/x-ndjson")], lines))
 }
@@ -132,8 +130,8 @@ pub(super) const VERIFY: RouteRule = RouteRule::admin("audit.verify").audited(Au
     responses((status = 200, body = Verified), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn verify(State(app): State<App>) -> Result<Json<Verified>, ApiError> {
     app.audit.flush().await;
-    let store = &app.workspaces.store;
-    let anchor = store.audit_anchor().await.map_err(error_of)?;
+    let store = &app.workspaces.context.store;
+    let anchor = store.audit_anchor().await?;
     let anchor = anchor.map(|anchor| Anchor { seq: anchor.seq, hash: anchor.hash, at: anchor.at });
     match store.verify_audit().await {
         Ok(records) => Ok(Json(Verified { ok: true, records, broken_at: None, reason: None, anchor })),
@@ -144,6 +142,6 @@ pub(super) async fn verify(State(app): State<App>) -> Result<Json<Verified>, Api
             reason: Some(broken.to_string()),
             anchor,
         })),
-        Err(error) => Err(error_of(error).into()),
+        Err(error) => Err(error.into()),
     }
 }

@@ -23,7 +23,7 @@ pub(super) const PAGE: RouteRule = RouteRule::open("docs");
 pub(super) async fn page(State(app): State<App>, headers: HeaderMap) -> Response {
     let description = serde_json::to_value(super::openapi()).unwrap_or_default();
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("127.0.0.1:7171");
-    let scheme = if app.workspaces.settings.tls.certificate.is_some() { "https" } else { "http" };
+    let scheme = if app.workspaces.context.settings.tls.certificate.is_some() { "https" } else { "http" };
     let page = crate::docs_page::render(&description, &format!("{scheme}://{host}"));
     let policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'";
     ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()

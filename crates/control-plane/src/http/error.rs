@@ -3,8 +3,13 @@
 use axum::Json;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use emergent_store::StoreError;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
+
+use crate::errors::of_store;
+use crate::tools::ToolError;
+use crate::workspace::WorkspaceError;
 
 /// When to try again after 503, in seconds.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("5");
@@ -22,6 +27,24 @@ impl ApiError {
 impl From<ErrorDetail> for ApiError {
     fn from(detail: ErrorDetail) -> Self {
         Self(detail)
+    }
+}
+
+impl From<WorkspaceError> for ApiError {
+    fn from(error: WorkspaceError) -> Self {
+        Self(error.into())
+    }
+}
+
+impl From<ToolError> for ApiError {
+    fn from(error: ToolError) -> Self {
+        Self(error.into())
+    }
+}
+
+impl From<StoreError> for ApiError {
+    fn from(error: StoreError) -> Self {
+        Self(of_store(&error))
     }
 }
 

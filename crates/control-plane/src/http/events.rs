@@ -23,7 +23,7 @@ pub(super) const LISTEN: RouteRule = RouteRule::admin("events");
 #[utoipa::path(get, path = "/api/v1/events", tag = "operations",
     responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn listen(State(app): State<App>) -> Response {
-    let receiver = app.workspaces.events.listen();
+    let receiver = app.workspaces.context.events.listen();
     let events = futures_util::stream::unfold(receiver, |receiver| async move {
         let mut receiver = receiver?;
         let event = match receiver.recv().await {

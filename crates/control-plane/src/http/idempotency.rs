@@ -10,7 +10,6 @@ use serde::Serialize;
 use super::App;
 use super::error::ApiError;
 use crate::caller::Principal;
-use crate::workspace::error_of;
 
 const HEADER: &str = "idempotency-key";
 
@@ -41,9 +40,9 @@ pub(super) async fn begin(
     })?;
     let body =
         serde_json::to_vec(request).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-    let request = IdempotentRequest::new(principal.token_id, key, operation, &body).map_err(error_of)?;
-    let store = &app.workspaces.store;
-    let earlier = match store.begin_idempotent(&request, None, Utc::now()).await.map_err(error_of)? {
+    let request = IdempotentRequest::new(principal.token_id, key, operation, &body)?;
+    let store = &app.workspaces.context.store;
+    let earlier = match store.begin_idempotent(&request, None, Utc::now()).await? {
         Stored::New => return Ok(Begun::New(Some(IdempotencyKey(request)))),
         Stored::Earlier(earlier) => earlier,
     };
@@ -55,10 +54,10 @@ pub(super) async fn begin(
                     "the workspace that was made under this Idempotency-Key is gone: use another key";
                 Err(ApiError::new(ErrorCode::Conflict, message))
             }
-            Err(error) => Err(error_of(error).into()),
+            Err(error) => Err(error.into()),
         },
         _ if is_interrupted(app, earlier.owner).await
-            && store.take_over_idempotent(&request, earlier.owner).await.map_err(error_of)? =>
+            && store.take_over_idempotent(&request, earlier.owner).await? =>
         {
             // What its server had begun is undone by recovery.
             Ok(Begun::New(Some(IdempotencyKey(request))))
@@ -74,17 +73,17 @@ pub(super) async fn begin(
 /// Whether the server that worked on a request has ended.
 async fn is_interrupted(app: &App, owner: Option<emergent_wire::id::ServerId>) -> bool {
     let Some(owner) = owner else { return true };
-    if owner == app.workspaces.store.server() {
+    if owner == app.workspaces.context.store.server() {
         return false;
     }
-    let _ = app.workspaces.servers.look_for([Some(owner)], &app.workspaces.store).await;
-    !app.workspaces.servers.is_alive(owner)
+    let _ = app.workspaces.context.servers.look_for([Some(owner)], &app.workspaces.context.store).await;
+    !app.workspaces.context.servers.is_alive(owner)
 }
 
 /// The request has made its workspace.
 pub(super) async fn finish(app: &App, key: Option<IdempotencyKey>, id: WorkspaceId) {
     if let Some(IdempotencyKey(request)) = key
-        && let Err(error) = app.workspaces.store.finish_idempotent(&request, id.0).await
+        && let Err(error) = app.workspaces.context.store.finish_idempotent(&request, id.0).await
     {
         tracing::warn!(workspace = %id, %error, "an idempotency key could not be written");
     }
@@ -93,7 +92,7 @@ pub(super) async fn finish(app: &App, key: Option<IdempotencyKey>, id: Workspace
 /// The request has failed: the same key may be tried again.
 pub(super) async fn forget(app: &App, key: Option<IdempotencyKey>) {
     if let Some(IdempotencyKey(request)) = key
-        && let Err(error) = app.workspaces.store.forget_idempotent(&request).await
+        && let Err(error) = app.workspaces.context.store.forget_idempotent(&request).await
     {
         tracing::warn!(%error, "an idempotency key could not be removed");
     }

@@ -41,7 +41,7 @@ pub(super) async fn register(
     Body(request): Body<RegisterMcpServer>,
 ) -> Result<(StatusCode, Json<McpServer>), ApiError> {
     // In a task of its own: a client that goes away must not leave a half-made server.
-    let server = finish(tokio::spawn(async move { app.mcp.register(request).await })).await?;
+    let server = finish(async move { app.mcp.register(request).await }).await?;
     Ok((StatusCode::CREATED, Json(server)))
 }
 
@@ -85,7 +85,7 @@ pub(super) async fn remove(
     Path(id): Path<String>,
 ) -> Result<Json<Removed>, ApiError> {
     let id = app.mcp.find(&id).await?.workspace.id;
-    finish(tokio::spawn(async move { app.mcp.remove(id).await })).await?;
+    finish(async move { app.mcp.remove(id).await }).await?;
     Ok(Json(Removed { id, removed: true }))
 }
 
@@ -102,7 +102,7 @@ pub(super) async fn restart(
     Path(id): Path<String>,
 ) -> Result<Json<McpServer>, ApiError> {
     let id = app.mcp.find(&id).await?.workspace.id;
-    finish(tokio::spawn(async move { app.mcp.restart(id).await })).await.map(Json)
+    finish(async move { app.mcp.restart(id).await }).await.map(Json)
 }
 
 /// Calls a method.

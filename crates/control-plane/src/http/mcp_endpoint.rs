@@ -142,7 +142,7 @@ pub(super) async fn end(
 
 /// The server that an address names, if this request may use it and is not answered by the server itself.
 async fn admit(app: &App, id: &str, request: Request) -> Result<(Arc<Hosted>, Request), Refusal> {
-    if !origin_is_allowed(request.headers(), &app.workspaces.settings.mcp.allowed_origins) {
+    if !origin_is_allowed(request.headers(), &app.workspaces.context.settings.mcp.allowed_origins) {
         let message =
             "pages of this origin may not use MCP servers: allow it in the settings (mcp.allowed_origins)";
         return Err(ApiError::new(ErrorCode::Forbidden, message).into());

@@ -48,10 +48,10 @@ pub(super) async fn follow(
     if asks_for(&headers, "text/event-stream") {
         let last = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
         let offset = last.unwrap_or(params.offset);
-        let followed = app.workspaces.follow_operation(&caller, id, operation, offset).await?;
+        let followed = app.workspaces.calls.follow_operation(&caller, id, operation, offset).await?;
         return Ok(stream::events(unfold(followed), Some(offset)));
     }
-    Ok(Json(app.workspaces.operation(&caller, id, operation, params.offset).await?).into_response())
+    Ok(Json(app.workspaces.calls.operation(&caller, id, operation, params.offset).await?).into_response())
 }
 
 /// The events of a command, up to its end or an error.
@@ -65,7 +65,7 @@ fn unfold(followed: FollowedOperation) -> impl Stream<Item = Result<OutputEvent,
                 let json = serde_json::to_vec(&answer).map(OutputEvent::Answer);
                 (json.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string())), None)
             }
-            Err(error) => (Err(error), None),
+            Err(error) => (Err(error.into()), None),
         })
     })
 }
@@ -81,5 +81,5 @@ pub(super) async fn kill(
     Extension(caller): Extension<Caller>,
     Ids(id, operation): Ids<WorkspaceId, OperationId>,
 ) -> Result<Json<OperationAnswer>, ApiError> {
-    Ok(Json(app.workspaces.kill_operation(&caller, id, operation).await?))
+    Ok(Json(app.workspaces.calls.kill_operation(&caller, id, operation).await?))
 }

@@ -51,11 +51,11 @@ pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) 
     if !app.ready.load(Ordering::Relaxed) {
         return refuse("starting");
     }
-    if app.workspaces.store.ping().await.is_err() {
+    if app.workspaces.context.store.ping().await.is_err() {
         return refuse("the database does not answer");
     }
     // Whoever asks may have no token, so that neither paths nor numbers are told.
-    match app.workspaces.disk_level() {
+    match app.workspaces.disk_space.level() {
         DiskLevel::Full => refuse("the host's disk is full"),
         DiskLevel::Low => {
             let warnings = vec!["the host's disk is nearly full".to_owned()];
@@ -69,13 +69,13 @@ pub(super) const METRICS: RouteRule = RouteRule::admin("metrics").audited(AuditP
 
 /// Metrics for Prometheus. Needs an admin token.
 pub(super) async fn metrics(State(app): State<App>) -> Response {
-    if let Ok(counts) = app.workspaces.store.active_counts().await {
+    if let Ok(counts) = app.workspaces.context.store.active_counts().await {
         for (provider, count) in counts {
             #[allow(clippy::cast_precision_loss, reason = "a count of workspaces is small")]
             metrics::gauge!("emergent_workspaces_active", "provider" => provider.as_str()).set(count as f64);
         }
     }
-    let text = app.metrics.render() + &app.workspaces.usage_metrics();
+    let text = app.metrics.render() + &app.workspaces.usage.metrics();
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 

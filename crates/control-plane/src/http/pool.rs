@@ -16,7 +16,7 @@ pub(super) const STATUS: RouteRule = RouteRule::admin("pool.get").needs_sandboxe
 #[utoipa::path(get, path = "/api/v1/agent/pool", tag = "pool",
     responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn status(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
-    Ok(Json(app.workspaces.pool_status().await?))
+    Ok(Json(app.workspaces.pool.status().await?))
 }
 
 pub(super) const SET: RouteRule = RouteRule::admin("pool.set").needs_sandboxes();
@@ -30,8 +30,8 @@ pub(super) async fn set(
     State(app): State<App>,
     Body(target): Body<PoolTarget>,
 ) -> Result<Json<PoolStatus>, ApiError> {
-    app.workspaces.set_pool_target(Some(target)).await?;
-    Ok(Json(app.workspaces.pool_status().await?))
+    app.workspaces.pool.set_target(Some(target)).await?;
+    Ok(Json(app.workspaces.pool.status().await?))
 }
 
 pub(super) const RESET: RouteRule = RouteRule::admin("pool.reset").needs_sandboxes();
@@ -40,6 +40,6 @@ pub(super) const RESET: RouteRule = RouteRule::admin("pool.reset").needs_sandbox
 #[utoipa::path(delete, path = "/api/v1/agent/pool", tag = "pool",
     responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn reset(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
-    app.workspaces.set_pool_target(None).await?;
-    Ok(Json(app.workspaces.pool_status().await?))
+    app.workspaces.pool.set_target(None).await?;
+    Ok(Json(app.workspaces.pool.status().await?))
 }

@@ -10,6 +10,8 @@ use axum::response::Response;
 use chrono::Utc;
 use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::ErrorCode;
+use tracing::Instrument as _;
+use tracing::field::Empty;
 
 use super::App;
 use super::error::FailedWith;
@@ -39,7 +41,9 @@ pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
         request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|text| is_sane(text));
     let id = given.map_or_else(|| uuid::Uuid::now_v7().simple().to_string(), str::to_owned);
     request.extensions_mut().insert(RequestId(id.clone()));
-    let mut response = next.run(request).await;
+    // All log lines of this request carry these fields (docs/logging.md).
+    let span = tracing::info_span!("request", request = id, principal = Empty, workspace = Empty);
+    let mut response = next.run(request).instrument(span).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(HEADER, value);
     }
@@ -61,6 +65,9 @@ pub(super) async fn call(
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let request_id = request.extensions().get::<RequestId>().map(ToString::to_string);
     let target = TargetId::of(&mut request, &rule, &app).await;
+    if let Some(id) = target.0 {
+        tracing::Span::current().record("workspace", tracing::field::display(id));
+    }
     let summary = SummarySlot::default();
     request.extensions_mut().insert(target);
     request.extensions_mut().insert(summary.clone());
@@ -68,7 +75,7 @@ pub(super) async fn call(
     let took = begun.elapsed();
     let status = response.status();
     let failed = response.extensions().get::<FailedWith>().map(|failed| failed.0);
-    tracing::debug!(request = request_id, %method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
+    tracing::debug!(%method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
     if response.extensions().get::<Recorded>().is_some() {
         return response;
     }

@@ -21,7 +21,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::error::ApiError;
 use super::{App, access, record};
-use crate::workspace::is_mcp_server;
+use crate::workspace::WorkspaceError;
 
 /// The largest body, unless the rule says otherwise.
 pub(super) const BODY_BYTES: usize = 5 << 20;
@@ -232,7 +232,7 @@ fn methods(item: &PathItem) -> impl Iterator<Item = Method> {
 
 /// Refuses what the server is configured not to do, and changes of what belongs to a supervisor.
 async fn check_target(State((app, rule)): State<(App, RouteRule)>, request: Request, next: Next) -> Response {
-    if rule.needs_sandboxes && !app.workspaces.settings.workspaces.enabled {
+    if rule.needs_sandboxes && !app.workspaces.context.settings.workspaces.enabled {
         let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
         return ApiError::new(ErrorCode::NotFound, message).into_response();
     }
@@ -240,7 +240,7 @@ async fn check_target(State((app, rule)): State<(App, RouteRule)>, request: Requ
     if rule.target == Target::Workspace
         && let Some(id) = target.filter(|id| app.mcp.hosts(*id))
     {
-        return ApiError(is_mcp_server(id)).into_response();
+        return ApiError::from(WorkspaceError::IsMcpServer(id)).into_response();
     }
     next.run(request).await
 }

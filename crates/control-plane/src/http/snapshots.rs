@@ -17,7 +17,6 @@ use super::idempotency::{self, Begun};
 use super::route::{RouteRule, Target};
 use super::workspaces::{finish, finish_create, prefers_async};
 use crate::caller::Caller;
-use crate::workspace::error_of;
 
 pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.snapshot").on(Target::Workspace);
 
@@ -33,7 +32,7 @@ pub(super) async fn create(
     Body(request): Body<CreateSnapshot>,
 ) -> Result<(StatusCode, Json<Snapshot>), ApiError> {
     let workspaces = app.workspaces.clone();
-    let snapshot = finish(tokio::spawn(async move { workspaces.snapshot(id, request).await })).await?;
+    let snapshot = finish(async move { workspaces.snapshots.create(id, request).await }).await?;
     Ok((StatusCode::CREATED, Json(snapshot)))
 }
 
@@ -61,7 +60,7 @@ pub(super) async fn restore(
             Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
             Begun::New(key) => key,
         };
-    let creation = app.workspaces.begin_from_snapshot(request, !at_once).await;
+    let creation = app.workspaces.create.begin_from_snapshot(request, !at_once).await;
     finish_create(&app, creation, at_once, key).await
 }
 
@@ -88,8 +87,9 @@ pub(super) async fn list(
     Params(params): Params<ListParams>,
 ) -> Result<Json<SnapshotList>, ApiError> {
     let limit = page_limit(params.limit)?;
-    let page = app.workspaces.store.snapshots(params.workspace_id, params.cursor.as_deref(), limit).await;
-    Ok(Json(page.map_err(error_of)?))
+    let page =
+        app.workspaces.context.store.snapshots(params.workspace_id, params.cursor.as_deref(), limit).await;
+    Ok(Json(page?))
 }
 
 pub(super) const GET: RouteRule = RouteRule::admin("snapshot.get").needs_sandboxes();
@@ -99,7 +99,7 @@ pub(super) const GET: RouteRule = RouteRule::admin("snapshot.get").needs_sandbox
     params(("id" = SnapshotId, Path)),
     responses((status = 200, body = Snapshot), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn get(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>, ApiError> {
-    Ok(Json(app.workspaces.store.snapshot(id).await.map_err(error_of)?.snapshot))
+    Ok(Json(app.workspaces.context.store.snapshot(id).await?.snapshot))
 }
 
 /// A snapshot is gone.
@@ -122,7 +122,7 @@ pub(super) async fn delete(
     Id(id): Id<SnapshotId>,
 ) -> Result<Json<SnapshotDestroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(tokio::spawn(async move { workspaces.delete_snapshot(id).await })).await?;
+    finish(async move { workspaces.snapshots.delete(id).await }).await?;
     Ok(Json(SnapshotDestroyed { id, destroyed: true }))
 }
 
@@ -147,8 +147,8 @@ pub(super) async fn list_quarantine(
     Params(params): Params<QuarantineParams>,
 ) -> Result<Json<SnapshotList>, ApiError> {
     let limit = page_limit(params.limit)?;
-    let page = app.workspaces.store.quarantined_snapshots(params.cursor.as_deref(), limit).await;
-    Ok(Json(page.map_err(error_of)?))
+    let page = app.workspaces.context.store.quarantined_snapshots(params.cursor.as_deref(), limit).await;
+    Ok(Json(page?))
 }
 
 pub(super) const RESTORE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.restore").needs_sandboxes();
@@ -161,7 +161,7 @@ pub(super) async fn restore_quarantined(
     State(app): State<App>,
     Id(id): Id<SnapshotId>,
 ) -> Result<Json<Snapshot>, ApiError> {
-    Ok(Json(app.workspaces.restore_quarantined(id).await?))
+    Ok(Json(app.workspaces.quarantine.restore(id).await?))
 }
 
 pub(super) const PURGE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.purge").needs_sandboxes();
@@ -175,6 +175,6 @@ pub(super) async fn purge_quarantined(
     Id(id): Id<SnapshotId>,
 ) -> Result<Json<SnapshotDestroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(tokio::spawn(async move { workspaces.purge_quarantined(id).await })).await?;
+    finish(async move { workspaces.quarantine.purge(id).await }).await?;
     Ok(Json(SnapshotDestroyed { id, destroyed: true }))
 }

@@ -13,7 +13,6 @@ use super::App;
 use super::error::ApiError;
 use super::extract::{Body, Id};
 use super::route::RouteRule;
-use crate::workspace::error_of;
 
 pub(super) const CREATE: RouteRule = RouteRule::admin("token.create");
 
@@ -24,14 +23,14 @@ pub(super) async fn create(
     State(app): State<App>,
     Body(request): Body<CreateToken>,
 ) -> Result<(StatusCode, Json<CreatedToken>), ApiError> {
-    let store = &app.workspaces.store;
+    let store = &app.workspaces.context.store;
     if let Some(id) = request.workspace_id {
-        store.workspace(id).await.map_err(error_of)?;
+        store.workspace(id).await?;
     }
     let scope = request.scope();
     let CreateToken { name, ttl_seconds, .. } = request.into_inner();
     let new = NewToken { scope, name, ttl_seconds };
-    let created = store.create_token(&new, Utc::now()).await.map_err(error_of)?;
+    let created = store.create_token(&new, Utc::now()).await?;
     Ok((StatusCode::CREATED, Json(created)))
 }
 
@@ -41,7 +40,7 @@ pub(super) const LIST: RouteRule = RouteRule::admin("token.list");
 #[utoipa::path(get, path = "/api/v1/tokens", tag = "access",
     responses((status = 200, body = TokenList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn list(State(app): State<App>) -> Result<Json<TokenList>, ApiError> {
-    let tokens = app.workspaces.store.tokens().await.map_err(error_of)?;
+    let tokens = app.workspaces.context.store.tokens().await?;
     Ok(Json(TokenList { tokens }))
 }
 
@@ -51,6 +50,6 @@ pub(super) const REVOKE: RouteRule = RouteRule::admin("token.revoke");
 #[utoipa::path(delete, path = "/api/v1/tokens/{id}", tag = "access", params(("id" = TokenId, Path)),
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn revoke(State(app): State<App>, Id(id): Id<TokenId>) -> Result<StatusCode, ApiError> {
-    app.workspaces.store.revoke_token(id, Utc::now()).await.map_err(error_of)?;
+    app.workspaces.context.store.revoke_token(id, Utc::now()).await?;
     Ok(StatusCode::NO_CONTENT)
 }

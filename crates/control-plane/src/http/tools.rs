@@ -26,7 +26,8 @@ use super::route::{BODY_BYTES, RouteRule, Routes};
 use super::stream::{self, OutputEvent};
 use crate::caller::Caller;
 use crate::tools::{
-    Arguments, Output, PreparedCall, RunningTool, Streaming, ToolAnswer, ToolEntry, ToolEvent, TypeSchema,
+    Arguments, Output, PreparedCall, RunningTool, Streaming, ToolAnswer, ToolEntry, ToolError, ToolEvent,
+    TypeSchema,
 };
 
 /// Adds a route for each tool, and for its alias.
@@ -112,7 +113,7 @@ async fn call(
             drop(body);
             run(call, &headers).await
         }
-        Err(error) => ApiError(error).into_response(),
+        Err(error) => ApiError::from(error).into_response(),
     };
     response.extensions_mut().insert(Recorded);
     Ok(response)
@@ -129,27 +130,30 @@ async fn run(call: PreparedCall, headers: &HeaderMap) -> Response {
         Streaming::FileContent if asks_for(headers, "application/octet-stream") => bytes(call).await,
         _ => call.run(Output::InAnswer).await.and_then(|answer| json(&answer)),
     };
-    response.unwrap_or_else(|error| ApiError(error).into_response())
+    response.unwrap_or_else(|error| ApiError::from(error).into_response())
 }
 
-fn json(answer: &ToolAnswer) -> Result<Response, ErrorDetail> {
+fn json(answer: &ToolAnswer) -> Result<Response, ToolError> {
     let status = if answer.is_asynchronous() { StatusCode::ACCEPTED } else { StatusCode::OK };
     let body = answer.to_json()?;
     Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
 /// The output of a command as events.
-async fn events(call: PreparedCall) -> Result<Response, ErrorDetail> {
-    let output = unfold(call.start().await?).map(|event| match event? {
-        ToolEvent::Stdout(bytes) => Ok(OutputEvent::Stdout(bytes)),
-        ToolEvent::Stderr(bytes) => Ok(OutputEvent::Stderr(bytes)),
-        ToolEvent::Answer(answer) => answer.to_json().map(OutputEvent::Answer),
+async fn events(call: PreparedCall) -> Result<Response, ToolError> {
+    let output = unfold(call.start().await?).map(|event| {
+        Ok(match event? {
+            ToolEvent::Stdout(bytes) => OutputEvent::Stdout(bytes),
+            ToolEvent::Stderr(bytes) => OutputEvent::Stderr(bytes),
+            ToolEvent::Answer(answer) => OutputEvent::Answer(answer.to_json()?),
+        })
     });
+    let output = output.map(|event| event.map_err(|error: ToolError| ErrorDetail::from(error)));
     Ok(stream::events(output, None))
 }
 
 /// The bytes of a file, as fast as the client reads them.
-async fn bytes(call: PreparedCall) -> Result<Response, ErrorDetail> {
+async fn bytes(call: PreparedCall) -> Result<Response, ToolError> {
     let mut output = Box::pin(unfold(call.start().await?));
     // The first piece is read before the response begins, so that an error has its status.
     let first = output.next().await.transpose()?.map(Ok);
@@ -162,7 +166,7 @@ async fn bytes(call: PreparedCall) -> Result<Response, ErrorDetail> {
     Ok((headers, HttpBody::from_stream(pieces)).into_response())
 }
 
-fn unfold(running: RunningTool) -> impl Stream<Item = Result<ToolEvent, ErrorDetail>> + Send {
+fn unfold(running: RunningTool) -> impl Stream<Item = Result<ToolEvent, ToolError>> + Send {
     futures_util::stream::unfold(running, async |mut running| Some((running.next().await?, running)))
 }
 

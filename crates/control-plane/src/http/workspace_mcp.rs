@@ -20,7 +20,7 @@ use super::mcp_endpoint::origin_is_allowed;
 use super::route::{AuditPolicy, RouteRule};
 use crate::caller::Caller;
 use crate::tools::{Arguments, Effect, Output, Shown, ToolEntry, Tools, schema};
-use crate::workspace::{error_of, is_mcp_server};
+use crate::workspace::WorkspaceError;
 
 /// The largest file that is sent raw here: it goes through a model's context, or twice through its client's memory. REST sends
 /// larger ones.
@@ -81,7 +81,7 @@ pub(super) async fn delete(state: State<App>, id: Id<WorkspaceId>, request: Requ
 }
 
 async fn handle(State(app): State<App>, Id(id): Id<WorkspaceId>, mut request: Request) -> Response {
-    if !origin_is_allowed(request.headers(), &app.workspaces.settings.mcp.allowed_origins) {
+    if !origin_is_allowed(request.headers(), &app.workspaces.context.settings.mcp.allowed_origins) {
         let message =
             "pages of this origin may not use MCP servers: allow it in the settings (mcp.allowed_origins)";
         return ApiError::new(ErrorCode::Forbidden, message).into_response();
@@ -90,7 +90,7 @@ async fn handle(State(app): State<App>, Id(id): Id<WorkspaceId>, mut request: Re
     request.headers_mut().remove(header::ORIGIN);
     match server_of(&app, id).await {
         Ok(server) => with_error_body(server.handle(request).await.map(Body::new)).await,
-        Err(error) => ApiError(error).into_response(),
+        Err(error) => error.into_response(),
     }
 }
 
@@ -117,13 +117,13 @@ async fn with_error_body(response: Response) -> Response {
 }
 
 /// The MCP server of a workspace; a new one where nobody uses it yet.
-async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp>, ErrorDetail> {
+async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp>, ApiError> {
     if let Some(server) = app.workspace_mcp.servers().get(&id) {
         return Ok(Arc::clone(server));
     }
-    let workspace = app.workspaces.store.workspace(id).await.map_err(error_of)?;
+    let workspace = app.workspaces.context.store.workspace(id).await?;
     if workspace.container_type == ContainerType::McpServer {
-        return Err(is_mcp_server(id));
+        return Err(WorkspaceError::IsMcpServer(id).into());
     }
     let described = Arc::clone(&app.workspace_mcp.described);
     let tools = WorkspaceTools { id, tools: app.tools.clone(), described };

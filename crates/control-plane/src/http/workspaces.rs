@@ -10,8 +10,9 @@ use emergent_wire::workspace::{
     AttachRequest, ContainerType, CreateWorkspace, DetachRequest, ProviderInfo, ProviderName, Workspace,
     WorkspaceList, WorkspaceStatus,
 };
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::{Deserialize, Serialize};
+use tracing::Instrument as _;
 use utoipa::{IntoParams, ToSchema};
 
 use super::App;
@@ -20,7 +21,7 @@ use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun, IdempotencyKey};
 use super::route::{RouteRule, Target};
 use crate::caller::Caller;
-use crate::workspace::{Creation, error_of};
+use crate::workspace::{Creation, WorkspaceError};
 
 pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.create").needs_sandboxes();
 
@@ -46,7 +47,7 @@ pub(super) async fn create(
             Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
             Begun::New(key) => key,
         };
-    let creation = app.workspaces.begin_create(request, !at_once).await;
+    let creation = app.workspaces.create.begin(request, !at_once).await;
     finish_create(&app, creation, at_once, key).await
 }
 
@@ -58,7 +59,7 @@ pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
 /// Makes a workspace whose intent is written down.
 pub(super) async fn finish_create(
     app: &App,
-    creation: Result<Creation, ErrorDetail>,
+    creation: Result<Creation, WorkspaceError>,
     at_once: bool,
     key: Option<IdempotencyKey>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
@@ -73,8 +74,8 @@ pub(super) async fn finish_create(
     let (answer, answered) = tokio::sync::oneshot::channel();
     let (app, is_kept) = (app.clone(), at_once || key.is_some());
     // In a task of its own, which goes on when the client goes away.
-    tokio::spawn(async move {
-        let made = app.workspaces.finish_create(creation).await;
+    let create = async move {
+        let made = app.workspaces.create.finish(creation).await;
         match &made {
             Ok(workspace) => idempotency::finish(&app, key, workspace.id).await,
             Err(_) => idempotency::forget(&app, key).await,
@@ -84,11 +85,12 @@ pub(super) async fn finish_create(
         {
             let id = workspace.id;
             tracing::warn!(workspace = %id, "its client went away before the answer: it is destroyed");
-            if let Err(error) = app.workspaces.destroy(id).await {
+            if let Err(error) = app.workspaces.lifecycle.destroy(id).await {
                 tracing::warn!(workspace = %id, %error, "a workspace that nobody knows of could not be destroyed");
             }
         }
-    });
+    };
+    tokio::spawn(create.in_current_span());
     if at_once {
         return Ok((StatusCode::ACCEPTED, Json(begun)));
     }
@@ -133,8 +135,7 @@ pub(super) async fn list(
         status: params.status,
         agent_session_id: params.agent_session_id,
     };
-    let page =
-        app.workspaces.store.workspaces(filter, params.cursor.as_deref(), limit).await.map_err(error_of)?;
+    let page = app.workspaces.context.store.workspaces(filter, params.cursor.as_deref(), limit).await?;
     Ok(Json(page))
 }
 
@@ -172,7 +173,7 @@ pub(super) async fn destroy(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Destroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(tokio::spawn(async move { workspaces.destroy(id).await })).await?;
+    finish(async move { workspaces.lifecycle.destroy(id).await }).await?;
     Ok(Json(Destroyed { id, destroyed: true }))
 }
 
@@ -187,7 +188,7 @@ pub(super) async fn stop(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(tokio::spawn(async move { workspaces.stop(id).await })).await.map(Json)
+    finish(async move { workspaces.lifecycle.stop(id).await }).await.map(Json)
 }
 
 pub(super) const RESUME: RouteRule = RouteRule::admin("workspace.resume").on(Target::Workspace);
@@ -201,7 +202,7 @@ pub(super) async fn resume(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(tokio::spawn(async move { workspaces.resume(id).await })).await.map(Json)
+    finish(async move { workspaces.lifecycle.resume(id).await }).await.map(Json)
 }
 
 pub(super) const ATTACH: RouteRule = RouteRule::admin("workspace.attach").on(Target::Workspace);
@@ -240,13 +241,14 @@ pub(super) async fn detach(
     Ok(Json(app.workspaces.detach(id, holder).await?))
 }
 
-/// Waits for a change that goes on whoever waits.
-pub(super) async fn finish<T>(
-    work: tokio::task::JoinHandle<Result<T, emergent_wire::ErrorDetail>>,
+/// Runs a change in a task of its own, which goes on when the client goes away, and waits for its end.
+pub(super) async fn finish<T: Send + 'static, E: Into<ApiError> + Send + 'static>(
+    change: impl Future<Output = Result<T, E>> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let result =
-        work.await.map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
-    Ok(result?)
+    let result = tokio::spawn(change.in_current_span())
+        .await
+        .map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
+    result.map_err(Into::into)
 }
 
 /// The providers of this server.
@@ -262,6 +264,6 @@ pub(super) const PROVIDERS: RouteRule = RouteRule::admin("providers").needs_sand
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/providers", tag = "workspaces",
     responses((status = 200, body = ProviderList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn providers(State(app): State<App>) -> Result<Json<ProviderList>, ApiError> {
-    let active = app.workspaces.store.active_counts().await.map_err(error_of)?;
-    Ok(Json(ProviderList { providers: app.workspaces.provider_infos(&active) }))
+    let active = app.workspaces.context.store.active_counts().await?;
+    Ok(Json(ProviderList { providers: app.workspaces.health.infos(&active) }))
 }

@@ -33,7 +33,8 @@ use hosted::Order;
 pub(crate) use side::MODERN;
 pub(crate) use view::log_line;
 
-use crate::workspace::{Workspaces, error_of};
+use crate::errors::error_of;
+use crate::workspace::Workspaces;
 
 /// How long processes have after SIGTERM when the server ends.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(30);
@@ -65,7 +66,7 @@ impl McpHost {
 
     /// Looks after every server there is: those with a row that are not looked after yet are started.
     pub(crate) async fn adopt_all(self: &Arc<Self>) {
-        match self.workspaces.store.mcp_servers().await {
+        match self.workspaces.context.store.mcp_servers().await {
             Ok(records) => records.iter().for_each(|record| self.adopt(record)),
             Err(error) => tracing::warn!(error = %error_of(error), "MCP servers can't be read"),
         }
@@ -96,10 +97,10 @@ impl McpHost {
         self: &Arc<Self>,
         request: Valid<RegisterMcpServer>,
     ) -> Result<McpServer, ErrorDetail> {
-        let creation = self.workspaces.begin_register(request).await?;
-        let workspace = self.workspaces.finish_create(creation).await?;
+        let creation = self.workspaces.create.begin_mcp_server(request).await?;
+        let workspace = self.workspaces.create.finish(creation).await?;
         failpoint!("mcp.registered");
-        let record = self.workspaces.store.workspace_record(workspace.id).await.map_err(error_of)?;
+        let record = self.workspaces.context.store.workspace_record(workspace.id).await.map_err(error_of)?;
         self.adopt(&record);
         if let Ok(hosted) = self.hosted(workspace.id).await {
             hosted.first_start(REGISTER_WAITS).await;
@@ -113,7 +114,7 @@ impl McpHost {
             return Ok(hosted);
         }
         // Another server of this installation may have registered it a moment ago.
-        let record = self.workspaces.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.workspaces.context.store.workspace_record(id).await.map_err(error_of)?;
         self.adopt(&record);
         self.servers().get(&id).cloned().ok_or_else(|| {
             let message = format!("the MCP server is {}: try again in a moment", record.workspace.status);
@@ -123,7 +124,7 @@ impl McpHost {
 
     /// A server's row, by its id or name.
     pub(crate) async fn find(&self, id_or_name: &str) -> Result<WorkspaceRecord, ErrorDetail> {
-        let store = &self.workspaces.store;
+        let store = &self.workspaces.context.store;
         let found = match id_or_name.parse() {
             Ok(id) => store.workspace_record(id).await,
             Err(_) => store.mcp_server_named(id_or_name).await,
@@ -160,14 +161,14 @@ impl McpHost {
 
     /// All servers.
     pub(crate) async fn list(&self) -> Result<McpServerList, ErrorDetail> {
-        let records = self.workspaces.store.mcp_servers().await.map_err(error_of)?;
+        let records = self.workspaces.context.store.mcp_servers().await.map_err(error_of)?;
         let servers = records.iter().filter_map(|record| self.view(record).ok()).collect();
         Ok(McpServerList { servers })
     }
 
     /// One server, with what it uses.
     pub(crate) async fn get(&self, id: WorkspaceId) -> Result<McpServer, ErrorDetail> {
-        let record = self.workspaces.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.workspaces.context.store.workspace_record(id).await.map_err(error_of)?;
         let mut server = self.view(&record)?;
         server.usage = self.workspaces.usage_of(&record.workspace).await;
         Ok(server)
@@ -189,13 +190,18 @@ impl McpHost {
     pub(crate) async fn remove(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
         // Written down first, so that nobody starts it again.
         let all = WorkspaceStatus::ALL;
-        self.workspaces.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+        self.workspaces
+            .context
+            .store
+            .transition(id, all, WorkspaceStatus::Destroying)
+            .await
+            .map_err(error_of)?;
         failpoint!("mcp.remove_written");
         let hosted = self.servers().get(&id).cloned();
         if let Some(hosted) = hosted {
             let _ = hosted.order(Order::Leave).await;
         }
-        self.workspaces.finish_destroy(id).await?;
+        self.workspaces.lifecycle.finish_destroy(id).await?;
         self.servers().remove(&id);
         Ok(())
     }

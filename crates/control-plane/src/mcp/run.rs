@@ -16,7 +16,8 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 
 use super::process::{self, End, Process};
 use super::supervise::{RESTART_GRACE, Supervisor};
-use crate::workspace::{OpenError, Opened, SandboxConnection, error_of, open_or_restart};
+use crate::errors::error_of;
+use crate::workspace::{OpenError, Opened, SandboxConnection, open_or_restart};
 
 /// How long what a lost server left in a sandbox has after SIGTERM.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(3);
@@ -90,7 +91,7 @@ impl Supervisor {
     }
 
     fn oom_kills(&self, connection: &SandboxConnection) -> u64 {
-        let provider = self.host.workspaces.provider(connection.provider);
+        let provider = self.host.workspaces.context.provider(connection.provider);
         provider.map_or(0, |provider| provider.oom_kills(self.hosted.id))
     }
 
@@ -98,19 +99,21 @@ impl Supervisor {
     async fn prepare(&self) -> Result<Option<(SandboxConnection, ServeCall)>, ErrorDetail> {
         let (host, id) = (&self.host, self.hosted.id);
         let workspaces = &host.workspaces;
-        let record = workspaces.store.workspace_record(id).await.map_err(error_of)?;
+        let record = workspaces.context.store.workspace_record(id).await.map_err(error_of)?;
         if record.workspace.status == WorkspaceStatus::Destroying {
             return Err(ErrorDetail::new(ErrorCode::NotFound, "it is being removed"));
         }
         if record.workspace.status == WorkspaceStatus::Error {
             // Only a row says so, and it is nobody's then.
             let (from, to) = (&[WorkspaceStatus::Error], WorkspaceStatus::Ready);
-            workspaces.store.transition(id, from, to).await.map_err(error_of)?;
+            workspaces.context.store.transition(id, from, to).await.map_err(error_of)?;
         }
-        if record.owner != Some(workspaces.store.server()) && workspaces.take_over(&record).await.is_err() {
+        if record.owner != Some(workspaces.context.store.server())
+            && workspaces.context.take_over(&record).await.is_err()
+        {
             return Ok(None);
         }
-        let live = workspaces.live(id);
+        let live = workspaces.context.live(id);
         live.note_mcp_server();
         let _changing = live.changing.lock().await;
         let connection = match live.connection() {
@@ -123,7 +126,7 @@ impl Supervisor {
                 connection
             }
         };
-        let provider = workspaces.provider_of(&record)?;
+        let provider = workspaces.context.provider_of(&record)?;
         let image = provider.image_program(&record.image).await?;
         Ok(Some((connection, process::program(&self.hosted.config, image)?)))
     }
@@ -131,8 +134,8 @@ impl Supervisor {
     /// Opens a channel to the sandbox. One whose files are lost is made anew.
     async fn connect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
         let workspaces = &self.host.workspaces;
-        let provider = workspaces.provider_of(record)?;
-        let spec = workspaces.spec_of(record).await?;
+        let provider = workspaces.context.provider_of(record)?;
+        let spec = workspaces.context.spec_of(record).await?;
         let channel = match open_or_restart(provider, &spec).await {
             Ok(Opened::Running(channel)) => channel,
             Ok(Opened::Restarted { sandbox, .. }) => sandbox.channel,
@@ -239,7 +242,7 @@ impl Supervisor {
         hosted.stand(|standing| standing.error = None);
         if before != McpStatus::Ready {
             tracing::info!(mcp_server = hosted.name, id = %hosted.id, "an MCP server is ready");
-            self.host.workspaces.events.workspace(
+            self.host.workspaces.context.events.workspace(
                 EventKind::McpReady,
                 hosted.id,
                 format!("{} is ready", hosted.name),
@@ -255,7 +258,7 @@ impl Supervisor {
             metrics::counter!("emergent_mcp_unresponsive_total").increment(1);
             hosted.journal.note(format!("unresponsive: {why}"));
             let message = format!("{}: {why}", hosted.name);
-            self.host.workspaces.events.workspace(EventKind::McpUnresponsive, hosted.id, message);
+            self.host.workspaces.context.events.workspace(EventKind::McpUnresponsive, hosted.id, message);
         }
         hosted.attempt_ended();
     }
@@ -267,8 +270,8 @@ impl Supervisor {
         };
         let workspaces = &self.host.workspaces;
         let explained = async {
-            let record = workspaces.store.workspace_record(self.hosted.id).await.ok()?;
-            workspaces.provider_of(&record).ok()?.explain_end(self.hosted.id).await
+            let record = workspaces.context.store.workspace_record(self.hosted.id).await.ok()?;
+            workspaces.context.provider_of(&record).ok()?.explain_end(self.hosted.id).await
         };
         End::Lost(explained.await.unwrap_or(why))
     }

@@ -86,7 +86,7 @@ impl McpHost {
         hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
         let lost =
             || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let connection = self.workspaces.live(hosted.id).connection().ok_or_else(lost)?;
+        let connection = self.workspaces.context.live(hosted.id).connection().ok_or_else(lost)?;
         let program = hosted.program().ok_or_else(lost)?;
         let bridge = Bridge::new(hosted.name.clone(), role);
         let process = Process::start(&connection.channel, &program, bridge.open()).await?;

@@ -25,7 +25,8 @@ use super::McpHost;
 use super::hosted::{Hosted, Order, Ordered};
 use super::process::{self, End};
 use super::run::Run;
-use crate::workspace::{SandboxConnection, error_of};
+use crate::errors::error_of;
+use crate::workspace::SandboxConnection;
 
 /// How long a process has after SIGTERM when it is restarted by hand.
 pub(super) const RESTART_GRACE: Duration = Duration::from_secs(10);
@@ -148,7 +149,7 @@ impl Supervisor {
     async fn ended(&mut self, end: &End, started: Instant) -> Next {
         self.failures = 0;
         let hosted = Arc::clone(&self.hosted);
-        let still_wanted = self.host.workspaces.store.workspace(hosted.id).await;
+        let still_wanted = self.host.workspaces.context.store.workspace(hosted.id).await;
         match still_wanted {
             Err(StoreError::NotFound { .. }) => return Next::Leave,
             Ok(workspace) if workspace.status == WorkspaceStatus::Destroying => return Next::Leave,
@@ -163,7 +164,7 @@ impl Supervisor {
         metrics::counter!("emergent_mcp_exits_total").increment(1);
         hosted.journal.note(reason.as_str());
         let message = format!("{}: {reason}", hosted.name);
-        self.host.workspaces.events.workspace(EventKind::McpCrashed, hosted.id, message);
+        self.host.workspaces.context.events.workspace(EventKind::McpCrashed, hosted.id, message);
         let policy = hosted.config.restart_policy;
         let stays =
             policy == RestartPolicy::Never || (policy == RestartPolicy::OnFailure && end.is_success());
@@ -197,7 +198,7 @@ impl Supervisor {
             tracing::error!(mcp_server = hosted.name, id = %hosted.id, "an MCP server ends again and again");
             metrics::counter!("emergent_mcp_crash_loops_total").increment(1);
             let message = format!("{} ends again and again: {reason}; {when}", hosted.name);
-            self.host.workspaces.events.workspace(EventKind::McpCrashLoop, hosted.id, message);
+            self.host.workspaces.context.events.workspace(EventKind::McpCrashLoop, hosted.id, message);
         }
         hosted.attempt_ended();
         if is_brief { Next::Start } else { Next::Pause(verdict.pause) }
@@ -222,7 +223,7 @@ impl Supervisor {
                 grace
             }
         };
-        let Some(connection) = self.host.workspaces.live(self.hosted.id).connection() else {
+        let Some(connection) = self.host.workspaces.context.live(self.hosted.id).connection() else {
             return;
         };
         let mut ending = std::pin::pin!(process::end_all(&connection.channel, grace));
@@ -265,12 +266,12 @@ impl Supervisor {
     /// Stops the sandbox.
     pub(super) async fn stop(&self) {
         let (workspaces, id) = (&self.host.workspaces, self.hosted.id);
-        let live = workspaces.live(id);
+        let live = workspaces.context.live(id);
         let _changing = live.changing.lock().await;
         let Some(connection) = live.close_to_calls() else {
             return;
         };
-        let Ok(provider) = workspaces.provider(connection.provider) else {
+        let Ok(provider) = workspaces.context.provider(connection.provider) else {
             return;
         };
         if let Err(error) = provider.stop(id).await {
@@ -281,12 +282,12 @@ impl Supervisor {
     /// Makes the container anew on its files.
     async fn renew(&self) -> Result<(), ErrorDetail> {
         let (workspaces, id) = (&self.host.workspaces, self.hosted.id);
-        let record = workspaces.store.workspace_record(id).await.map_err(error_of)?;
-        let live = workspaces.live(id);
+        let record = workspaces.context.store.workspace_record(id).await.map_err(error_of)?;
+        let live = workspaces.context.live(id);
         let _changing = live.changing.lock().await;
         live.close_to_calls();
-        let provider = workspaces.provider_of(&record)?;
-        let sandbox = provider.renew(&workspaces.spec_of(&record).await?).await?;
+        let provider = workspaces.context.provider_of(&record)?;
+        let sandbox = provider.renew(&workspaces.context.spec_of(&record).await?).await?;
         failpoint!("mcp.renewed");
         live.set_connection(SandboxConnection { channel: sandbox.channel, provider: provider.name() });
         Ok(())

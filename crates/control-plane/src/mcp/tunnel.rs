@@ -19,7 +19,7 @@ impl McpHost {
         hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
         let lost =
             || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let connection = self.workspaces.live(hosted.id).connection().ok_or_else(lost)?;
+        let connection = self.workspaces.context.live(hosted.id).connection().ok_or_else(lost)?;
         let port = hosted.config.port.unwrap_or_default();
         let connect = ConnectCall { port, wait_ms: 0, probe: false };
         let mut call = connection.channel.start(&GuestCall::Connect(connect)).await?;

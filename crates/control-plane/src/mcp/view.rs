@@ -30,7 +30,9 @@ impl McpHost {
         let status = match (workspace.status, &standing) {
             (WorkspaceStatus::Destroying, _) => McpStatus::Removing,
             (_, Some(standing)) => standing.status,
-            (_, None) if record.owner.is_some_and(|owner| owner != self.workspaces.store.server()) => {
+            (_, None)
+                if record.owner.is_some_and(|owner| owner != self.workspaces.context.store.server()) =>
+            {
                 McpStatus::Elsewhere
             }
             (_, None) => McpStatus::Starting,

@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use emergent_guest_protocol::{BashCall, GuestCall};
+use emergent_wire::OperationId;
 use emergent_wire::tools::{
     BashAnswer, BashOutcome, BashRequest, MAX_STREAM_BYTES, MAX_TIMEOUT_MS, OperationAnswer,
     TERMINATE_GRACE_MS,
 };
-use emergent_wire::{ErrorDetail, OperationId};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::call::{Output, ToolContext};
+use super::error::ToolError;
 use super::table::{AnswerTypes, Effect, Shown, Streaming, Tool, TypeSchema};
 use super::text;
 use crate::summary::{Summarize, short, short_option};
@@ -33,7 +34,7 @@ one `result`; with `background` it answers at once with an operation.";
     const EFFECT: Effect = Effect::Anything;
     const ALIAS: Option<&'static str> = Some("exec");
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<BashOutcome, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<BashOutcome, ToolError> {
         let (stream, collect) = match context.output {
             _ if self.background => (false, false),
             Output::InAnswer => (false, false),

@@ -9,15 +9,17 @@ use emergent_guest_client::Event;
 use emergent_guest_protocol::GuestCall;
 use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::access::TokenScope;
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
+use super::error::ToolError;
 use super::table::{AnyRequest, Arguments, Streaming, ToolAnswer, ToolEntry};
 use crate::audit::Audit;
 use crate::caller::{Caller, Principal};
+use crate::errors::code_of_tool;
 use crate::workspace::{GuestRequest, OutputLimit, RunningCall, TimeLimit, Workspaces};
 
 /// Large files that are in memory at once, on their way in or out.
@@ -83,14 +85,11 @@ impl Tools {
     }
 
     /// Waits until one more large file may be in memory.
-    pub(crate) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ErrorDetail> {
+    pub(crate) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ToolError> {
         let permit = self.large_files.clone().acquire_owned();
         match tokio::time::timeout(WAIT_FOR_LARGE_FILE, permit).await {
             Ok(Ok(permit)) => Ok(permit),
-            _ => Err(ErrorDetail::new(
-                ErrorCode::Unavailable,
-                "too many large files are in transfer: retry later",
-            )),
+            _ => Err(ToolError::TooManyLargeFiles),
         }
     }
 
@@ -101,7 +100,7 @@ impl Tools {
         id: WorkspaceId,
         tool: &ToolEntry,
         arguments: Arguments<'_>,
-    ) -> Result<PreparedCall, ErrorDetail> {
+    ) -> Result<PreparedCall, ToolError> {
         let mut record = CallRecord::begin(self.audit.clone(), caller.clone(), id, tool.name);
         match self.read(&mut record, tool, arguments) {
             Ok(request) => {
@@ -109,7 +108,7 @@ impl Tools {
                 Ok(PreparedCall { tools, request, record, max_raw_bytes: None })
             }
             Err(error) => {
-                record.end(Some(error.code)).await;
+                record.end(Some(&error)).await;
                 Err(error)
             }
         }
@@ -120,10 +119,9 @@ impl Tools {
         record: &mut CallRecord,
         tool: &ToolEntry,
         arguments: Arguments<'_>,
-    ) -> Result<Box<dyn AnyRequest>, ErrorDetail> {
+    ) -> Result<Box<dyn AnyRequest>, ToolError> {
         if !self.allows(&record.caller.principal, record.workspace_id, tool) {
-            let message = format!("this token may not use the tool '{}' in this workspace", tool.name);
-            return Err(ErrorDetail::new(ErrorCode::Forbidden, message));
+            return Err(ToolError::NotAllowed { tool: tool.name, workspace: record.workspace_id });
         }
         let request = tool.parse(arguments)?;
         record.summary = request.summary();
@@ -152,13 +150,13 @@ impl PreparedCall {
     }
 
     /// Runs the tool. Dropping the future cancels the call.
-    pub(crate) async fn run(self, output: Output) -> Result<ToolAnswer, ErrorDetail> {
+    pub(crate) async fn run(self, output: Output) -> Result<ToolAnswer, ToolError> {
         let Self { tools, request, record, max_raw_bytes } = self;
         let (caller, id) = (&record.caller, record.workspace_id);
         let context = ToolContext { tools: &tools, caller, id, output, max_raw_bytes };
         let result = request.run(&context).await;
         drop(context);
-        record.end(result.as_ref().err().map(|error| error.code)).await;
+        record.end(result.as_ref().err()).await;
         result
     }
 }
@@ -173,17 +171,18 @@ pub(crate) struct ToolContext<'a> {
 }
 
 impl ToolContext<'_> {
-    pub(super) fn workspaces(&self) -> &Workspaces {
-        &self.tools.workspaces
+    /// Refuses to write so many bytes on a host whose disk would be full then.
+    pub(super) fn refuse_without_room_for(&self, bytes: u64) -> Result<(), ToolError> {
+        Ok(self.tools.workspaces.disk_space.refuse_without_room_for(bytes)?)
     }
 
-    pub(super) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ErrorDetail> {
+    pub(super) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ToolError> {
         self.tools.large_file().await
     }
 
     /// Sends a call to the workspace's agent.
-    pub(super) async fn start(&self, request: GuestRequest<'_>) -> Result<RunningCall, ErrorDetail> {
-        let running = self.tools.workspaces.call_guest(self.caller, self.id, request).await?;
+    pub(super) async fn start(&self, request: GuestRequest<'_>) -> Result<RunningCall, ToolError> {
+        let running = self.tools.workspaces.calls.start(self.caller, self.id, request).await?;
         if let Output::Streamed(receiver) = &self.output {
             // A receiver that is gone drops the call.
             let _ = receiver.send(Piece::Started).await;
@@ -192,7 +191,7 @@ impl ToolContext<'_> {
     }
 
     /// Sends a call to the agent whose answer is all it gives.
-    pub(super) async fn ask<T: DeserializeOwned>(&self, call: GuestCall) -> Result<T, ErrorDetail> {
+    pub(super) async fn ask<T: DeserializeOwned>(&self, call: GuestCall) -> Result<T, ToolError> {
         self.ask_within(call, FILE_TOOL_TIME).await
     }
 
@@ -200,7 +199,7 @@ impl ToolContext<'_> {
         &self,
         call: GuestCall,
         limit: Duration,
-    ) -> Result<T, ErrorDetail> {
+    ) -> Result<T, ToolError> {
         self.ask_with_input(call, None, limit).await
     }
 
@@ -208,7 +207,7 @@ impl ToolContext<'_> {
         &self,
         call: GuestCall,
         input: &[u8],
-    ) -> Result<T, ErrorDetail> {
+    ) -> Result<T, ToolError> {
         self.ask_with_input(call, Some(input), FILE_TOOL_TIME).await
     }
 
@@ -217,10 +216,10 @@ impl ToolContext<'_> {
         call: GuestCall,
         input: Option<&[u8]>,
         limit: Duration,
-    ) -> Result<T, ErrorDetail> {
+    ) -> Result<T, ToolError> {
         let request = GuestRequest { call, input, time_limit: TimeLimit::Total(limit) };
         let mut running = self.start(request).await?;
-        running.answer(OutputLimit::NONE).await?.parse()
+        Ok(running.answer(OutputLimit::NONE).await?.parse()?)
     }
 
     /// Sends the output of a call to its receiver until the answer comes.
@@ -228,10 +227,10 @@ impl ToolContext<'_> {
         &self,
         running: &mut RunningCall,
         limit: OutputLimit,
-    ) -> Result<crate::workspace::GuestAnswer, ErrorDetail> {
+    ) -> Result<crate::workspace::GuestAnswer, ToolError> {
         loop {
             let event = match &self.output {
-                Output::InAnswer => return running.answer(limit).await,
+                Output::InAnswer => return Ok(running.answer(limit).await?),
                 Output::Streamed(_) | Output::Shown(_) => running.next().await?,
             };
             match (&self.output, event) {
@@ -242,8 +241,7 @@ impl ToolContext<'_> {
                         Event::Stderr(bytes) => Piece::Stderr(bytes),
                         Event::Stdout(bytes) | Event::Answer(bytes) => Piece::Stdout(bytes),
                     };
-                    let gone = |_| ErrorDetail::new(ErrorCode::Cancelled, "the client has gone away");
-                    receiver.send(piece).await.map_err(gone)?;
+                    receiver.send(piece).await.map_err(|_| ToolError::ClientGone)?;
                 }
                 (Output::InAnswer, _) => {}
             }
@@ -270,8 +268,8 @@ impl CallRecord {
     }
 
     /// Writes the entry. The caller gets its answer only after that.
-    async fn end(mut self, failed: Option<ErrorCode>) {
-        let entry = self.entry(failed);
+    async fn end(mut self, failed: Option<&ToolError>) {
+        let entry = self.entry(failed.map(code_of_tool));
         let audit = self.audit.clone();
         drop(self);
         audit.record(entry).await;

@@ -10,11 +10,11 @@ use emergent_wire::tools::{
     ContentEncoding, EditAnswer, EditRequest, MAX_FILE_BYTES, MAX_READ_BYTES, ReadAnswer, ReadRequest,
     WriteAnswer, WriteRequest,
 };
-use emergent_wire::{ErrorCode, ErrorDetail};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::call::{Output, ToolContext};
+use super::error::ToolError;
 use super::table::{AnswerTypes, Effect, Shown, Streaming, Tool, TypeSchema};
 use super::text;
 use crate::summary::{Summarize, short};
@@ -31,7 +31,7 @@ impl Tool for ReadRequest {
     const INSTRUCTIONS: &'static str = READ;
     const EFFECT: Effect = Effect::ReadsFiles;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<ReadAnswer, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<ReadAnswer, ToolError> {
         let call = GuestCall::Read(self.clone());
         if !self.raw {
             return context.ask(call).await;
@@ -123,9 +123,9 @@ impl Tool for WriteRequest {
     const EFFECT: Effect = Effect::ReplacesFile;
     const MAX_REQUEST_BYTES: usize = MAX_WRITE_REQUEST_BYTES;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<WriteAnswer, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<WriteAnswer, ToolError> {
         let content = content_of(self)?;
-        context.workspaces().refuse_without_room_for(content.len() as u64)?;
+        context.refuse_without_room_for(content.len() as u64)?;
         let call = GuestCall::Write(WriteCall { file_path: self.file_path.clone() });
         context.write(call, &content).await
     }
@@ -145,16 +145,13 @@ impl Summarize for WriteRequest {
     }
 }
 
-fn content_of(request: &WriteRequest) -> Result<Cow<'_, [u8]>, ErrorDetail> {
+fn content_of(request: &WriteRequest) -> Result<Cow<'_, [u8]>, ToolError> {
     let content = match request.encoding {
         ContentEncoding::Utf8 => Cow::Borrowed(request.content.as_bytes()),
-        ContentEncoding::Base64 => Cow::Owned(BASE64.decode(&request.content).map_err(|error| {
-            ErrorDetail::new(ErrorCode::BadRequest, format!("content is not base64: {error}"))
-        })?),
+        ContentEncoding::Base64 => Cow::Owned(BASE64.decode(&request.content).map_err(ToolError::NotBase64)?),
     };
     if content.len() as u64 > MAX_FILE_BYTES {
-        let message = format!("content has {} bytes: at most {MAX_FILE_BYTES} can be written", content.len());
-        return Err(ErrorDetail::new(ErrorCode::TooLarge, message));
+        return Err(ToolError::ContentTooLarge { bytes: content.len(), limit: MAX_FILE_BYTES });
     }
     Ok(content)
 }
@@ -173,8 +170,8 @@ impl Tool for EditRequest {
     const INSTRUCTIONS: &'static str = EDIT;
     const EFFECT: Effect = Effect::ChangesFile;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<EditAnswer, ErrorDetail> {
-        context.workspaces().refuse_if_disk_is_full()?;
+    async fn run(&self, context: &ToolContext<'_>) -> Result<EditAnswer, ToolError> {
+        context.refuse_without_room_for(0)?;
         context.ask(GuestCall::Edit(self.clone())).await
     }
 
@@ -258,9 +255,9 @@ mod tests {
         };
         assert_eq!(*content_of(&write("aGk=", ContentEncoding::Base64)).unwrap(), *b"hi");
         assert_eq!(*content_of(&write("aGk=", ContentEncoding::Utf8)).unwrap(), *b"aGk=");
-        let refused = |request: WriteRequest| content_of(&request).unwrap_err().code;
-        assert_eq!(refused(write("a", ContentEncoding::Base64)), ErrorCode::BadRequest);
+        let refused = |request: WriteRequest| content_of(&request).unwrap_err();
+        assert!(matches!(refused(write("a", ContentEncoding::Base64)), ToolError::NotBase64(_)));
         let large = "x".repeat(usize::try_from(MAX_FILE_BYTES).unwrap() + 1);
-        assert_eq!(refused(write(&large, ContentEncoding::Utf8)), ErrorCode::TooLarge);
+        assert!(matches!(refused(write(&large, ContentEncoding::Utf8)), ToolError::ContentTooLarge { .. }));
     }
 }

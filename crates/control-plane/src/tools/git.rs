@@ -1,12 +1,12 @@
 //! git: one tool for all its actions.
 
 use emergent_guest_protocol::GuestCall;
-use emergent_wire::ErrorDetail;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use serde_json::{Value, json};
 
 use super::bash::LONGEST;
 use super::call::ToolContext;
+use super::error::ToolError;
 use super::table::{AnswerTypes, Effect, Shown, Tool, TypeSchema};
 use super::text;
 use crate::summary::{Summarize, repository, short_option};
@@ -16,7 +16,7 @@ impl Tool for GitRequest {
     const INSTRUCTIONS: &'static str = GIT;
     const EFFECT: Effect = Effect::Anything;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<GitAnswer, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<GitAnswer, ToolError> {
         context.ask_within(GuestCall::Git(self.clone()), LONGEST).await
     }
 

@@ -15,6 +15,7 @@
 
 mod bash;
 mod call;
+mod error;
 mod files;
 mod git;
 pub(crate) mod schema;
@@ -25,6 +26,7 @@ mod text;
 
 pub(crate) use bash::{MARGIN as COMMAND_MARGIN, OUTPUT_BYTES as COMMAND_OUTPUT_BYTES};
 pub(crate) use call::{Output, PreparedCall, Tools};
+pub(crate) use error::ToolError;
 pub(crate) use stream::{RunningTool, ToolEvent};
 pub(crate) use table::{Arguments, Effect, Shown, Streaming, ToolAnswer, ToolEntry, TypeSchema, standard};
 pub(crate) use text::lossy;

@@ -1,11 +1,11 @@
 //! glob and grep: searches in the workspace.
 
 use emergent_guest_protocol::GuestCall;
-use emergent_wire::ErrorDetail;
 use emergent_wire::tools::{GlobAnswer, GlobRequest, GrepAnswer, GrepRequest};
 use serde_json::{Value, json};
 
 use super::call::ToolContext;
+use super::error::ToolError;
 use super::table::{AnswerTypes, Effect, Shown, Tool, TypeSchema};
 use super::text;
 use crate::summary::{Summarize, short, short_option};
@@ -15,7 +15,7 @@ impl Tool for GlobRequest {
     const INSTRUCTIONS: &'static str = GLOB;
     const EFFECT: Effect = Effect::ReadsFiles;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<GlobAnswer, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<GlobAnswer, ToolError> {
         context.ask(GuestCall::Glob(self.clone())).await
     }
 
@@ -48,7 +48,7 @@ impl Tool for GrepRequest {
     const INSTRUCTIONS: &'static str = GREP;
     const EFFECT: Effect = Effect::ReadsFiles;
 
-    async fn run(&self, context: &ToolContext<'_>) -> Result<GrepAnswer, ErrorDetail> {
+    async fn run(&self, context: &ToolContext<'_>) -> Result<GrepAnswer, ToolError> {
         context.ask(GuestCall::Grep(self.clone())).await
     }
 

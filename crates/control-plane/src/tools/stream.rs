@@ -1,11 +1,12 @@
 //! A call whose output is read while it runs.
 
 use bytes::Bytes;
-use emergent_wire::ErrorDetail;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
+use tracing::Instrument as _;
 
 use super::call::{Output, Piece, PreparedCall};
+use super::error::ToolError;
 use super::table::ToolAnswer;
 
 /// An event of a running call. The answer is the last one.
@@ -18,16 +19,16 @@ pub(crate) enum ToolEvent {
 /// A call that runs while its events are read: a slow reader slows it down. Dropping it cancels the call.
 pub(crate) struct RunningTool {
     /// None once it has ended.
-    run: Option<BoxFuture<'static, Result<ToolAnswer, ErrorDetail>>>,
+    run: Option<BoxFuture<'static, Result<ToolAnswer, ToolError>>>,
     output: mpsc::Receiver<Piece>,
-    result: Option<Result<ToolAnswer, ErrorDetail>>,
+    result: Option<Result<ToolAnswer, ToolError>>,
 }
 
 impl PreparedCall {
     /// Starts the call, and returns when the agent has it. An error before that moment is the error of this function.
-    pub(crate) async fn start(self) -> Result<RunningTool, ErrorDetail> {
+    pub(crate) async fn start(self) -> Result<RunningTool, ToolError> {
         let (sender, output) = mpsc::channel(1);
-        let run = Box::pin(self.run(Output::Streamed(sender)));
+        let run = Box::pin(self.run(Output::Streamed(sender)).in_current_span());
         let mut running = RunningTool { run: Some(run), output, result: None };
         // The first piece says that the call has started.
         running.next_piece().await;
@@ -40,7 +41,7 @@ impl PreparedCall {
 
 impl RunningTool {
     /// Waits for the next event. None after the answer or an error.
-    pub(crate) async fn next(&mut self) -> Option<Result<ToolEvent, ErrorDetail>> {
+    pub(crate) async fn next(&mut self) -> Option<Result<ToolEvent, ToolError>> {
         loop {
             match self.next_piece().await {
                 Some(Piece::Started) => {}

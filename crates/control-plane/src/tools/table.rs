@@ -6,13 +6,13 @@ use emergent_wire::git::GitRequest;
 use emergent_wire::tools::{
     BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest, ToolRequest, WriteRequest,
 };
-use emergent_wire::{ErrorCode, ErrorDetail};
 use futures_util::future::BoxFuture;
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 use utoipa::openapi::{RefOr, Schema};
 
 use super::call::ToolContext;
+use super::error::ToolError;
 use crate::summary::Summarize;
 
 /// The largest request, unless the tool says otherwise.
@@ -45,10 +45,7 @@ pub(crate) trait Tool: ToolRequest + Summarize + ToSchema + Send + Sync + 'stati
     const MAX_REQUEST_BYTES: usize = MAX_REQUEST_BYTES;
 
     /// Runs the tool. Dropping the future cancels the call.
-    fn run(
-        &self,
-        context: &ToolContext<'_>,
-    ) -> impl Future<Output = Result<Self::Answer, ErrorDetail>> + Send;
+    fn run(&self, context: &ToolContext<'_>) -> impl Future<Output = Result<Self::Answer, ToolError>> + Send;
 
     /// The answer as a model sees it.
     fn show(&self, answer: &Self::Answer) -> Shown;
@@ -141,7 +138,7 @@ pub(crate) struct ToolEntry {
     pub(crate) max_request_bytes: usize,
     pub(crate) request: TypeSchema,
     pub(crate) answers: fn() -> AnswerTypes,
-    parse: fn(Arguments<'_>) -> Result<Box<dyn AnyRequest>, ErrorDetail>,
+    parse: fn(Arguments<'_>) -> Result<Box<dyn AnyRequest>, ToolError>,
 }
 
 impl ToolEntry {
@@ -161,14 +158,14 @@ impl ToolEntry {
     }
 
     /// Reads a request. Its ranges are not checked yet.
-    pub(super) fn parse(&self, arguments: Arguments<'_>) -> Result<Box<dyn AnyRequest>, ErrorDetail> {
+    pub(super) fn parse(&self, arguments: Arguments<'_>) -> Result<Box<dyn AnyRequest>, ToolError> {
         (self.parse)(arguments)
     }
 }
 
 impl Arguments<'_> {
-    fn parse<T: Tool>(self) -> Result<T, ErrorDetail> {
-        let refuse = |message| ErrorDetail::new(ErrorCode::BadRequest, message);
+    fn parse<T: Tool>(self) -> Result<T, ToolError> {
+        let refuse = |message| ToolError::Unreadable(message);
         match self {
             Self::Json(text) => serde_json::from_slice(text)
                 .map_err(|error| refuse(format!("the body can't be read: {error}"))),
@@ -188,20 +185,17 @@ impl Arguments<'_> {
 
 /// The request of any tool.
 pub(super) trait AnyRequest: Send + Sync {
-    fn validate(&self) -> Result<(), ErrorDetail>;
+    fn validate(&self) -> Result<(), ToolError>;
     fn summary(&self) -> Value;
     fn streaming(&self) -> Streaming;
-    fn run<'a>(
-        self: Box<Self>,
-        context: &'a ToolContext<'_>,
-    ) -> BoxFuture<'a, Result<ToolAnswer, ErrorDetail>>
+    fn run<'a>(self: Box<Self>, context: &'a ToolContext<'_>) -> BoxFuture<'a, Result<ToolAnswer, ToolError>>
     where
         Self: 'a;
 }
 
 impl<T: Tool> AnyRequest for T {
-    fn validate(&self) -> Result<(), ErrorDetail> {
-        emergent_wire::Validate::validate(self)
+    fn validate(&self) -> Result<(), ToolError> {
+        emergent_wire::Validate::validate(self).map_err(ToolError::Invalid)
     }
 
     fn summary(&self) -> Value {
@@ -212,10 +206,7 @@ impl<T: Tool> AnyRequest for T {
         Tool::streaming(self)
     }
 
-    fn run<'a>(
-        self: Box<Self>,
-        context: &'a ToolContext<'_>,
-    ) -> BoxFuture<'a, Result<ToolAnswer, ErrorDetail>>
+    fn run<'a>(self: Box<Self>, context: &'a ToolContext<'_>) -> BoxFuture<'a, Result<ToolAnswer, ToolError>>
     where
         Self: 'a,
     {
@@ -231,13 +222,13 @@ pub(crate) struct ToolAnswer(Box<dyn AnyAnswer>);
 
 impl ToolAnswer {
     /// The body of an answer of the REST API.
-    pub(crate) fn to_json(&self) -> Result<Vec<u8>, ErrorDetail> {
-        self.0.to_json().map_err(|error| unwritable(&error))
+    pub(crate) fn to_json(&self) -> Result<Vec<u8>, ToolError> {
+        self.0.to_json().map_err(ToolError::Unwritable)
     }
 
     /// The same as a value.
-    pub(crate) fn to_value(&self) -> Result<Value, ErrorDetail> {
-        self.0.to_value().map_err(|error| unwritable(&error))
+    pub(crate) fn to_value(&self) -> Result<Value, ToolError> {
+        self.0.to_value().map_err(ToolError::Unwritable)
     }
 
     pub(crate) fn show(&self) -> Shown {
@@ -248,10 +239,6 @@ impl ToolAnswer {
     pub(crate) fn is_asynchronous(&self) -> bool {
         self.0.is_asynchronous()
     }
-}
-
-fn unwritable(error: &serde_json::Error) -> ErrorDetail {
-    ErrorDetail::new(ErrorCode::Internal, format!("the answer can't be written as JSON: {error}"))
 }
 
 struct Answered<T: Tool> {
@@ -294,7 +281,7 @@ mod tests {
         standard().into_iter().find(|tool| tool.name == name).unwrap()
     }
 
-    fn parse(tool: &str, arguments: &Value) -> Result<Box<dyn AnyRequest>, ErrorDetail> {
+    fn parse(tool: &str, arguments: &Value) -> Result<Box<dyn AnyRequest>, ToolError> {
         entry(tool).parse(Arguments::Object(arguments.as_object().unwrap().clone()))
     }
 
@@ -310,8 +297,10 @@ mod tests {
             ("git", json!({"action": "diff", "files": ["a", 1]}), "'files[1]'"),
         ] {
             let Err(error) = parse(tool, &arguments) else { panic!("{tool} takes {arguments}") };
-            assert_eq!(error.code, ErrorCode::BadRequest);
-            assert!(error.message.contains(named), "{arguments}: {}", error.message);
+            assert!(
+                matches!(&error, ToolError::Unreadable(text) if text.contains(named)),
+                "{arguments}: {error}"
+            );
         }
     }
 

@@ -1,6 +1,6 @@
 //! Calls to the guest agent of a workspace.
 //!
-//! [`Workspaces::call_guest`] sends a call; the [`RunningCall`] gives its output and its answer. Where the sandbox has ended, it is
+//! [`Calls::start`] sends a call; the [`RunningCall`] gives its output and its answer. Where the sandbox has ended, it is
 //! started again first.
 
 use std::sync::Arc;
@@ -11,11 +11,14 @@ use emergent_guest_client::{Call, CallError, Event};
 use emergent_guest_protocol::GuestCall;
 use emergent_wire::tools::{BashAnswer, OperationAnswer};
 use emergent_wire::workspace::ProviderName;
-use emergent_wire::{ErrorCode, ErrorDetail, OperationId, WorkspaceId};
+use emergent_wire::{OperationId, WorkspaceId};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
-use super::Workspaces;
+use super::connections::Connections;
+use super::context::Context;
+use super::disk_space::DiskSpace;
+use super::error::{Result, WorkspaceError};
 use super::live::Busy;
 use crate::caller::Caller;
 
@@ -48,7 +51,7 @@ pub(crate) struct CallTarget {
 pub(crate) struct RunningCall {
     call: Call,
     target: CallTarget,
-    workspaces: Arc<Workspaces>,
+    calls: Arc<Calls>,
     busy: Busy,
     time_limit: TimeLimit,
     /// Of a call with a total limit.
@@ -86,12 +89,9 @@ impl OutputLimit {
         Self { bytes, is_file: true }
     }
 
-    fn exceeded(self) -> ErrorDetail {
+    fn exceeded(self) -> WorkspaceError {
         if self.is_file {
-            let limit = self.bytes >> 20;
-            let message =
-                format!("the file is larger than {limit} MiB, the most that an answer can hold here");
-            return ErrorDetail::new(ErrorCode::TooLarge, message);
+            return WorkspaceError::FileTooLarge { limit: self.bytes };
         }
         CallError::Garbled(format!("more than {} bytes of output", self.bytes)).into()
     }
@@ -103,40 +103,60 @@ impl GuestAnswer {
         Self { json, stdout: Vec::new(), stderr: Vec::new() }
     }
 
-    pub(crate) fn parse<T: DeserializeOwned>(&self) -> Result<T, ErrorDetail> {
+    pub(crate) fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_slice(&self.json).map_err(|error| CallError::Garbled(error.to_string()).into())
     }
 }
 
-impl Workspaces {
+/// Sends calls to guest agents.
+pub(crate) struct Calls {
+    pub(super) context: Arc<Context>,
+    pub(super) disk_space: Arc<DiskSpace>,
+    connections: Arc<Connections>,
+}
+
+impl Calls {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        disk_space: &Arc<DiskSpace>,
+        connections: &Arc<Connections>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            context: Arc::clone(context),
+            disk_space: Arc::clone(disk_space),
+            connections: Arc::clone(connections),
+        })
+    }
+
     /// Sends a call to the agent of a workspace that is ready, and records the use of the workspace.
-    pub(crate) async fn call_guest(
+    pub(crate) async fn start(
         self: &Arc<Self>,
         caller: &Caller,
         id: WorkspaceId,
         request: GuestRequest<'_>,
-    ) -> Result<RunningCall, ErrorDetail> {
-        let (live, mut connection, mut busy) = self.connect(id).await?;
+    ) -> Result<RunningCall> {
+        let (live, mut connection, mut busy) = self.connections.connect(id).await?;
         if caller.counts_as_use
-            && let Some(used) = live.note_use(self.clock.now())
+            && let Some(used) = live.note_use(self.context.clock.now())
         {
-            let workspaces = Arc::clone(self);
-            tokio::spawn(async move { workspaces.write_use(id, Some(used)).await });
+            let context = Arc::clone(&self.context);
+            tokio::spawn(async move { context.write_use(id, Some(used)).await });
         }
         let call = match connection.channel.start(&request.call).await {
             // The channel broke unnoticed: the call was not sent, so it can be sent again.
             Err(CallError::Lost(_)) => {
-                (_, connection, busy) = self.connect(id).await?;
+                (_, connection, busy) = self.connections.connect(id).await?;
                 connection.channel.start(&request.call).await?
             }
             call => call?,
         };
         let target = CallTarget { id, provider: connection.provider };
+        tracing::debug!(workspace = %id, provider = %target.provider, "the agent has the call");
         let is_command = matches!(request.call, GuestCall::Bash(_));
         let running = RunningCall {
             call,
             target,
-            workspaces: Arc::clone(self),
+            calls: Arc::clone(self),
             busy,
             time_limit: request.time_limit,
             deadline: request.time_limit.deadline(),
@@ -151,7 +171,7 @@ impl Workspaces {
     /// The agent ends commands in time by itself. When it did not, and does not answer another call either, it has stopped:
     /// its channel is closed, and the next call starts the sandbox again.
     async fn close_if_silent(&self, id: WorkspaceId) {
-        let Some(connection) = self.live(id).connection() else {
+        let Some(connection) = self.context.live(id).connection() else {
             return;
         };
         if super::usage::ask(&connection.channel).await.is_none() {
@@ -173,12 +193,12 @@ impl TimeLimit {
 impl RunningCall {
     /// Completes the answer of a command with what only the host knows: whether memory or disk ran out.
     pub(crate) fn complete_command(&self, answer: &mut BashAnswer) {
-        self.workspaces.judge_command(self.target, self.busy.live(), self.oom_kills_before, answer);
+        self.calls.judge_command(self.target, self.busy.live(), self.oom_kills_before, answer);
     }
 
     /// The same for a command in the background.
     pub(crate) fn complete_operation(&self, answer: &mut OperationAnswer) {
-        self.workspaces.judge_operation(self.target, self.busy.live(), answer);
+        self.calls.judge_operation(self.target, self.busy.live(), answer);
     }
 
     /// Notes that this call has started a command in the background.
@@ -186,7 +206,7 @@ impl RunningCall {
         self.busy.live().remember_operation(id, self.oom_kills_before);
     }
 
-    async fn send_input(&self, input: &[u8]) -> Result<(), ErrorDetail> {
+    async fn send_input(&self, input: &[u8]) -> Result<()> {
         let sent = async {
             self.call.send_input(input).await?;
             self.call.end_input().await
@@ -195,7 +215,7 @@ impl RunningCall {
     }
 
     /// Waits for the next piece of output, or for the answer.
-    pub(crate) async fn next(&mut self) -> Result<Event, ErrorDetail> {
+    pub(crate) async fn next(&mut self) -> Result<Event> {
         let next = self.call.next();
         let next = match self.time_limit {
             TimeLimit::Total(_) => tokio::time::timeout_at(self.deadline, next).await.ok(),
@@ -206,7 +226,7 @@ impl RunningCall {
     }
 
     /// Waits for the answer and keeps the output that comes before it.
-    pub(crate) async fn answer(&mut self, limit: OutputLimit) -> Result<GuestAnswer, ErrorDetail> {
+    pub(crate) async fn answer(&mut self, limit: OutputLimit) -> Result<GuestAnswer> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         loop {
             let (kept, bytes) = match self.next().await? {
@@ -222,22 +242,20 @@ impl RunningCall {
     }
 
     /// Adds to an error what the host knows of it. Without a result the time limit is over.
-    async fn explain<T>(&self, result: Option<Result<T, CallError>>) -> Result<T, ErrorDetail> {
+    async fn explain<T>(&self, result: Option<Result<T, CallError>>) -> Result<T> {
         let Some(result) = result else {
-            self.workspaces.close_if_silent(self.target.id).await;
+            self.calls.close_if_silent(self.target.id).await;
             let limit = match self.time_limit {
                 TimeLimit::Total(limit) | TimeLimit::EachPiece(limit) => limit,
                 TimeLimit::Unlimited => Duration::ZERO,
             };
-            let message =
-                format!("the sandbox did not answer within {} s; the call was cancelled", limit.as_secs());
-            return Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, message));
+            return Err(WorkspaceError::NoAnswer(limit));
         };
         match result {
             Ok(value) => Ok(value),
             Err(error) => {
                 let CallTarget { id, provider } = self.target;
-                Err(self.workspaces.explain_loss(id, provider, error.into()).await)
+                Err(self.calls.connections.explain_loss(id, provider, error).await)
             }
         }
     }

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::WorkspaceId;
 
-use super::Workspaces;
+use super::context::Context;
 use super::live::Live;
 
 /// How often the host's load is read, and while it is high, each sandbox's CPU time.
@@ -195,30 +195,28 @@ impl Accounts {
     }
 }
 
-/// What is kept between two readings.
+/// Sets the priority of sandboxes.
 pub(crate) struct CpuFairness {
+    context: Arc<Context>,
     accounts: Mutex<Accounts>,
     begun: Instant,
 }
 
-impl Default for CpuFairness {
-    fn default() -> Self {
-        Self { accounts: Mutex::default(), begun: Instant::now() }
+impl CpuFairness {
+    pub(super) fn new(context: &Arc<Context>) -> Arc<Self> {
+        Arc::new(Self { context: Arc::clone(context), accounts: Mutex::default(), begun: Instant::now() })
     }
-}
 
-impl Workspaces {
     /// Puts busy sandboxes into the background while the host's CPUs are busy, and takes them back.
     pub(crate) async fn share_cpus(self: &Arc<Self>) {
-        let all = Arc::clone(self);
+        let fairness = Arc::clone(self);
         let read = tokio::task::spawn_blocking(move || {
-            let fairness = &all.cpu_fairness;
             let mut accounts = fairness.accounts.lock().unwrap_or_else(PoisonError::into_inner);
             let now = fairness.begun.elapsed();
             let Some(host) = read_host_time().filter(|host| accounts.needs_samples(now, *host)) else {
                 return;
             };
-            let groups = all.workspace_cpu_groups();
+            let groups = fairness.workspace_cpu_groups();
             let samples: Vec<Sample> = groups.iter().filter_map(sample).collect();
             let decision = accounts.decide(now, host, &samples);
             apply(&decision, &groups);
@@ -230,8 +228,8 @@ impl Workspaces {
 
     /// The sandboxes on this host that are not those of MCP servers.
     fn workspace_cpu_groups(&self) -> Vec<Group> {
-        let groups = self.providers.iter().flat_map(|provider| provider.cpu_groups());
-        let live = self.live_map();
+        let groups = self.context.providers.iter().flat_map(|provider| provider.cpu_groups());
+        let live = self.context.live_map();
         let groups = groups.map(|(id, cpu)| Group { id, cpu, live: live.get(&id).cloned() });
         groups.filter(|group| !group.live.as_ref().is_some_and(|live| live.hosts_mcp_server())).collect()
     }

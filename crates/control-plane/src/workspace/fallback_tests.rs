@@ -188,19 +188,19 @@ impl World {
             providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &host)));
         }
         let workspaces = Workspaces::new(store, key, Settings::default(), providers);
-        workspaces.check_health().await;
+        workspaces.health.check_all().await;
         Self { workspaces, _janitor: janitor }
     }
 
     async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
         // No network: there is no server here that would remove it at its end.
         let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
-        let creation = self.workspaces.begin_create(Valid::new(request)?, true).await?;
-        self.workspaces.finish_create(creation).await
+        let creation = self.workspaces.create.begin(Valid::new(request)?, true).await?;
+        Ok(self.workspaces.create.finish(creation).await?)
     }
 
     fn status_of(&self, name: ProviderName) -> ProviderStatus {
-        let infos = self.workspaces.provider_infos(&Default::default());
+        let infos = self.workspaces.health.infos(&Default::default());
         infos.iter().find(|info| info.name == name).unwrap().status
     }
 }
@@ -213,7 +213,7 @@ fn managed() -> CreateWorkspace {
 async fn firecracker_fails_falls_back_to_gvisor() {
     let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
     let world = World::new(&[&firecracker], true).await;
-    let mut events = world.workspaces.events.listen().unwrap();
+    let mut events = world.workspaces.context.events.listen().unwrap();
     let workspace = world.create(CreateWorkspace::default()).await.unwrap();
     let placement = workspace.placement.clone().unwrap();
     assert_eq!((workspace.provider, placement.provider), (Some(ProviderName::Gvisor), ProviderName::Gvisor));
@@ -224,9 +224,9 @@ async fn firecracker_fails_falls_back_to_gvisor() {
     assert_eq!(firecracker.destroyed.load(Ordering::SeqCst), 1);
     let event = events.recv().await.unwrap();
     assert_eq!((event.kind, event.provider), (EventKind::PlacementFallback, Some(ProviderName::Firecracker)));
-    let stored = world.workspaces.store.workspace(workspace.id).await.unwrap();
+    let stored = world.workspaces.context.store.workspace(workspace.id).await.unwrap();
     assert_eq!(stored.placement, Some(placement));
-    world.workspaces.destroy(workspace.id).await.unwrap();
+    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
@@ -240,7 +240,7 @@ async fn e2b_fails_falls_back_to_firecracker_then_gvisor() {
     let failed: Vec<_> = rejected.iter().filter(|one| one.reason.starts_with("starting")).collect();
     assert_eq!(failed.len(), 2);
     assert_eq!((failed[0].provider, failed[1].provider), (ProviderName::E2b, ProviderName::Firecracker));
-    world.workspaces.destroy(workspace.id).await.unwrap();
+    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
@@ -253,7 +253,7 @@ async fn explicit_provider_request_does_not_fallback() {
     assert!(error.message.contains("KVM error") && !error.message.contains("gvisor"), "{error:?}");
     assert_eq!(error.code, ErrorCode::ProviderFailed);
     // The caller was told; nothing is left.
-    assert_eq!(world.workspaces.store.active_counts().await.unwrap().len(), 0);
+    assert_eq!(world.workspaces.context.store.active_counts().await.unwrap().len(), 0);
 }
 
 #[tokio::test]
@@ -277,7 +277,7 @@ async fn healthy_provider_is_preferred() {
     let workspace = world.create(CreateWorkspace::default()).await.unwrap();
     assert_eq!(workspace.provider, Some(ProviderName::Gvisor));
     assert_eq!(firecracker.created.load(Ordering::SeqCst), 0);
-    world.workspaces.destroy(workspace.id).await.unwrap();
+    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
@@ -288,7 +288,7 @@ async fn provider_health_check_frequency() {
     assert_eq!((checked(), HEALTH_EVERY.as_secs()), (1, 30));
     // Asking does not check: the last check is remembered.
     world.status_of(ProviderName::Firecracker);
-    world.workspaces.known_providers();
+    world.workspaces.health.known();
     assert_eq!(checked(), 1);
     tokio::time::pause();
     let all = Arc::clone(&world.workspaces);
@@ -305,16 +305,16 @@ async fn provider_health_check_frequency() {
 async fn provider_becomes_unhealthy() {
     let firecracker = Failing::new(ProviderName::Firecracker, "");
     let world = World::new(&[&firecracker], false).await;
-    let mut events = world.workspaces.events.listen().unwrap();
-    let is_candidate = || world.workspaces.known_providers()[0].problem.is_none();
+    let mut events = world.workspaces.context.events.listen().unwrap();
+    let is_candidate = || world.workspaces.health.known()[0].problem.is_none();
     assert!(is_candidate());
     *firecracker.problem.lock().unwrap() = Some("the manager does not answer".to_owned());
-    world.workspaces.check_health().await;
+    world.workspaces.health.check_all().await;
     assert!(!is_candidate());
     assert_eq!(world.status_of(ProviderName::Firecracker), ProviderStatus::Unhealthy);
     assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderUnhealthy);
     *firecracker.problem.lock().unwrap() = None;
-    world.workspaces.check_health().await;
+    world.workspaces.health.check_all().await;
     assert!(is_candidate());
     assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderHealthy);
 }

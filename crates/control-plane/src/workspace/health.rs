@@ -1,7 +1,7 @@
 //! How the providers are doing, checked in the background and remembered.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -14,7 +14,7 @@ use emergent_wire::workspace::{
 
 use tokio::sync::Notify;
 
-use super::Workspaces;
+use super::context::Context;
 use super::placement::Known;
 use crate::events::Events;
 
@@ -26,12 +26,18 @@ const CHECK_WITHIN: Duration = Duration::from_secs(25);
 /// A request that finds no provider looks again at those whose last check is older than this.
 const RECHECK_AFTER: TimeDelta = TimeDelta::milliseconds(50);
 
+/// The health of the providers.
+pub(crate) struct ProviderHealth {
+    context: Arc<Context>,
+    board: HealthBoard,
+}
+
 /// The last check of each provider.
 #[derive(Default)]
-pub(crate) struct HealthBoard {
+struct HealthBoard {
     checks: Mutex<HashMap<ProviderName, (Health, DateTime<Utc>)>>,
-    /// A provider that was unhealthy is healthy: what waited for it can be done.
-    pub(crate) back: Notify,
+    /// A provider that was unhealthy is healthy.
+    recovered: Notify,
 }
 
 impl HealthBoard {
@@ -39,8 +45,7 @@ impl HealthBoard {
         self.checks.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned()
     }
 
-    /// The spares that the providers' hosts shall have waiting.
-    pub(super) fn wanted_spares(&self) -> Vec<PoolShape> {
+    fn wanted_spares(&self) -> Vec<PoolShape> {
         let checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
         let wanting = checks.iter().filter(|(_, (health, _))| health.spares > 0);
         let shape = |(name, (health, _)): (&ProviderName, &(Health, _))| PoolShape {
@@ -62,7 +67,7 @@ impl HealthBoard {
         };
         let was_healthy = before.map(|(health, _)| health.problem.is_none());
         if was_healthy == Some(false) && problem.is_none() {
-            self.back.notify_one();
+            self.recovered.notify_one();
         }
         if was_healthy != Some(problem.is_none()) {
             match &problem {
@@ -101,60 +106,73 @@ async fn check(provider: &SharedProvider, thoroughly: bool) -> Health {
     })
 }
 
-impl Workspaces {
+impl ProviderHealth {
+    pub(super) fn new(context: &Arc<Context>) -> Arc<Self> {
+        Arc::new(Self { context: Arc::clone(context), board: HealthBoard::default() })
+    }
+
+    /// Waits until a provider that was unhealthy is healthy.
+    pub(crate) async fn provider_recovered(&self) {
+        self.board.recovered.notified().await;
+    }
+
+    /// The spares that the providers' hosts shall have waiting.
+    pub(super) fn wanted_spares(&self) -> Vec<PoolShape> {
+        self.board.wanted_spares()
+    }
+
     /// Asks all providers at once, without starting a sandbox: what a server needs to know before it listens.
-    pub(crate) async fn ask_health(&self) {
-        let checks = self.providers().iter().map(|provider| async {
-            self.health.note(provider.name(), check(provider, false).await, &self.events);
+    pub(crate) async fn ask_all(&self) {
+        let checks = self.context.providers.iter().map(|provider| async {
+            self.board.note(provider.name(), check(provider, false).await, &self.context.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
     /// Checks all providers at once: healthy means that a sandbox starts.
-    pub(crate) async fn check_health(&self) {
-        let checks = self.providers().iter().map(|provider| async {
-            self.health.note(provider.name(), check(provider, true).await, &self.events);
+    pub(crate) async fn check_all(&self) {
+        let checks = self.context.providers.iter().map(|provider| async {
+            self.board.note(provider.name(), check(provider, true).await, &self.context.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
     /// A provider has just failed: it is looked at again at once.
     pub(super) async fn recheck(&self, provider: &SharedProvider) {
-        self.health.note(provider.name(), check(provider, true).await, &self.events);
+        self.board.note(provider.name(), check(provider, true).await, &self.context.events);
     }
 
     /// Looks again at the providers that were found unhealthy a while ago: they may be back.
     pub(super) async fn recheck_unhealthy(&self) {
-        let is_due = |provider: &&SharedProvider| match self.health.last(provider.name()) {
+        let is_due = |provider: &&SharedProvider| match self.board.last(provider.name()) {
             Some((health, at)) => health.problem.is_some() && Utc::now() - at > RECHECK_AFTER,
             None => true,
         };
-        futures_util::future::join_all(self.providers().iter().filter(is_due).map(|one| self.recheck(one)))
-            .await;
+        futures_util::future::join_all(
+            self.context.providers.iter().filter(is_due).map(|one| self.recheck(one)),
+        )
+        .await;
     }
 
     /// What placement knows.
-    pub(super) fn known_providers(&self) -> Vec<Known> {
+    pub(super) fn known(&self) -> Vec<Known> {
         let known = |provider: &SharedProvider| {
-            let problem = match self.health.last(provider.name()) {
+            let problem = match self.board.last(provider.name()) {
                 Some((health, _)) => health.problem,
                 None => Some("not checked yet; retry in a moment".to_owned()),
             };
             Known { name: provider.name(), isolation: provider.capabilities().isolation, problem }
         };
-        self.providers().iter().map(known).collect()
+        self.context.providers.iter().map(known).collect()
     }
 
     /// What `GET /providers` shows.
-    pub(crate) fn provider_infos(
-        &self,
-        active: &std::collections::BTreeMap<ProviderName, u64>,
-    ) -> Vec<ProviderInfo> {
+    pub(crate) fn infos(&self, active: &std::collections::BTreeMap<ProviderName, u64>) -> Vec<ProviderInfo> {
         ProviderName::ALL
             .iter()
             .map(|name| {
                 let active_workspaces = active.get(name).copied().unwrap_or(0);
-                match self.providers().iter().find(|provider| provider.name() == *name) {
+                match self.context.providers.iter().find(|provider| provider.name() == *name) {
                     Some(provider) => self.enabled_info(provider, active_workspaces),
                     None => disabled_info(*name, active_workspaces),
                 }
@@ -163,7 +181,7 @@ impl Workspaces {
     }
 
     fn enabled_info(&self, provider: &SharedProvider, active_workspaces: u64) -> ProviderInfo {
-        let last = self.health.last(provider.name());
+        let last = self.board.last(provider.name());
         let (status, message) = match &last {
             None => (ProviderStatus::Unhealthy, Some("not checked yet".to_owned())),
             Some((health, _)) => match &health.problem {

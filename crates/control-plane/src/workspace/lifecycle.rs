@@ -1,133 +1,140 @@
-//! Stop, resume, destroy, and how a workspace's sandbox is connected to.
+//! Stopping, resuming and destroying a workspace: the row says what is to be done before anything is done.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use chrono::Utc;
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{GuestCall, ShutdownCall};
-use emergent_providers::{ProviderError, Sandbox, SandboxSpec, SharedProvider};
 use emergent_store::{StoreError, WorkspaceRecord};
+use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
-use emergent_wire::workspace::{ProviderName, Workspace, WorkspaceStatus};
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
-use serde_json::{Map, json};
+use emergent_wire::workspace::{Workspace, WorkspaceStatus};
 
-use super::live::{Busy, Live, SandboxConnection};
-use super::{Workspaces, error_of};
+use super::connections::Connections;
+use super::context::Context;
+use super::disk_guard::tell_if_mended;
+use super::disk_space::DiskSpace;
+use super::error::{Result, WorkspaceError};
+use super::live::SandboxConnection;
+use super::old_clones;
 
 /// How long the commands of a busy workspace have before it is removed.
 const DESTROY_GRACE: Duration = Duration::from_secs(10);
 /// How long the agent may take beyond that to say that they have ended.
 const DESTROY_MARGIN: Duration = Duration::from_secs(2);
-/// How long it may take to open a channel that is not needed at all costs.
-const OPEN_WITHIN: Duration = Duration::from_secs(5);
 
-impl Workspaces {
+/// Stops, resumes and destroys workspaces.
+pub(crate) struct Lifecycle {
+    context: Arc<Context>,
+    disk_space: Arc<DiskSpace>,
+    connections: Arc<Connections>,
+}
+
+impl Lifecycle {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        disk_space: &Arc<DiskSpace>,
+        connections: &Arc<Connections>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            context: Arc::clone(context),
+            disk_space: Arc::clone(disk_space),
+            connections: Arc::clone(connections),
+        })
+    }
+
     /// Stops a workspace; its files are kept. Stopping a stopped one is success.
-    pub(crate) async fn stop(&self, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
+    pub(crate) async fn stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Error, Ready, Stopped, Stopping};
         self.disk_space.make_room_for_database();
-        match self.store.transition(id, &[Ready, Error], Stopping).await {
+        match self.context.store.transition(id, &[Ready, Error], Stopping).await {
             Ok(_) => {}
             Err(StoreError::WrongState { status: Stopped, .. }) => {
-                return self.store.workspace(id).await.map_err(error_of);
+                return self.context.store.workspace(id).await.map_err(WorkspaceError::from);
             }
             // Another request or a server that died is at it: joining is safe.
             Err(StoreError::WrongState { status: Stopping, .. }) => {}
-            Err(error) => return Err(error_of(error)),
+            Err(error) => return Err(error.into()),
         }
         failpoint!("stop.row_written");
-        self.write_use(id, Some(self.clock.now())).await;
+        self.context.write_use(id, Some(self.context.clock.now())).await;
         self.finish_stop(id).await
     }
 
     /// Carries out a stop that was written down.
-    pub(super) async fn finish_stop(&self, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
+    pub(super) async fn finish_stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Stopped, Stopping};
-        let live = self.live(id);
+        let live = self.context.live(id);
         let _changing = live.changing.lock().await;
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.context.store.workspace_record(id).await?;
         if record.workspace.status != Stopping {
             return Ok(record.workspace);
         }
-        let provider = self.provider_of(&record)?;
+        let provider = self.context.provider_of(&record)?;
         // Kept until the end: calls in progress get their answers while their commands are ended.
         let _reached = live.close_to_calls();
         // When this fails the intent stays: recovery tries again.
         provider.stop(id).await?;
         failpoint!("stop.sandbox_stopped");
-        let workspace = self.store.transition(id, &[Stopping], Stopped).await.map_err(error_of)?;
+        let workspace = self.context.store.transition(id, &[Stopping], Stopped).await?;
         failpoint!("stop.done");
-        self.events.workspace(EventKind::WorkspaceStopped, id, "it is stopped; its files are kept");
+        self.context.events.workspace(EventKind::WorkspaceStopped, id, "it is stopped; its files are kept");
         Ok(workspace)
     }
 
     /// Resumes a stopped workspace. Resuming a ready one is success.
-    pub(crate) async fn resume(self: &Arc<Self>, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
-        let live = self.live(id);
+    pub(crate) async fn resume(&self, id: WorkspaceId) -> Result<Workspace> {
+        let live = self.context.live(id);
         let _changing = live.changing.lock().await;
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.context.store.workspace_record(id).await?;
         match record.workspace.status {
             WorkspaceStatus::Ready => return Ok(record.workspace),
             WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}
-            status => return Err(super::wrong_state(id, status)),
+            status => return Err(WorkspaceError::WrongState { id, status }),
         }
         // The row says 'stopped' until it is resumed: others must not stop what is being started.
-        self.take_over(&record).await?;
+        self.context.take_over(&record).await?;
         failpoint!("resume.taken");
         let resumed = self.start_again(&record).await;
         let connection = match resumed {
             Ok(connection) => connection,
             Err(error) => {
-                let _ = self.store.release(id).await;
+                let _ = self.context.store.release(id).await;
                 return Err(error);
             }
         };
         failpoint!("resume.sandbox_started");
         let from = [WorkspaceStatus::Stopped, WorkspaceStatus::Error];
-        self.store.transition(id, &from, WorkspaceStatus::Ready).await.map_err(error_of)?;
-        let _ = self.store.touch(id, self.clock.now()).await;
+        self.context.store.transition(id, &from, WorkspaceStatus::Ready).await?;
+        let _ = self.context.store.touch(id, self.context.clock.now()).await;
         failpoint!("resume.ready");
         live.set_connection(connection);
-        self.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
-        self.store.workspace(id).await.map_err(error_of)
+        self.context.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
+        self.context.store.workspace(id).await.map_err(WorkspaceError::from)
     }
 
     /// Starts the sandbox of a stopped workspace.
-    async fn start_again(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
-        let spec = self.spec_of(record).await?;
-        let provider = self.provider_of(record)?;
+    async fn start_again(&self, record: &WorkspaceRecord) -> Result<SandboxConnection> {
+        let spec = self.context.spec_of(record).await?;
+        let provider = self.context.provider_of(record)?;
         let sandbox = provider.resume(&spec).await?;
-        self.tell_if_mended(record.workspace.id, &sandbox).await;
-        self.clean_old_clone(record, &sandbox.channel).await;
+        tell_if_mended(&self.context, record.workspace.id, &sandbox).await;
+        old_clones::clean(&self.context, record, &sandbox.channel).await;
         Ok(SandboxConnection { channel: sandbox.channel, provider: provider.name() })
     }
 
-    /// Makes this server the one that changes a workspace, unless another is at it.
-    pub(crate) async fn take_over(&self, record: &WorkspaceRecord) -> Result<(), ErrorDetail> {
-        let id = record.workspace.id;
-        self.servers.look_for([record.owner], &self.store).await.map_err(error_of)?;
-        let is_free = record.owner.is_none_or(|owner| !self.servers.is_alive(owner));
-        if is_free && self.store.take_over(id, record.owner).await.map_err(error_of)? {
-            return Ok(());
-        }
-        let message = format!("workspace {id} is being changed by another server: retry in a moment");
-        Err(ErrorDetail::new(ErrorCode::Conflict, message))
-    }
-
     /// Removes a workspace and everything that belongs to it.
-    pub(crate) async fn destroy(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
+    pub(crate) async fn destroy(&self, id: WorkspaceId) -> Result<()> {
         self.disk_space.make_room_for_database();
         let all = WorkspaceStatus::ALL;
-        match self.store.transition(id, all, WorkspaceStatus::Destroying).await {
+        match self.context.store.transition(id, all, WorkspaceStatus::Destroying).await {
             Ok(_) => {}
             Err(StoreError::Unwritable(_)) if self.disk_space.has_no_room_for_database() => {
                 self.free_disk_of(id).await?;
-                self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
+                self.context.store.transition(id, all, WorkspaceStatus::Destroying).await?;
             }
-            Err(error) => return Err(error_of(error)),
+            Err(error) => return Err(error.into()),
         }
         failpoint!("destroy.row_written");
         self.finish_destroy(id).await
@@ -135,21 +142,21 @@ impl Workspaces {
 
     /// Removes the sandbox of a workspace whose removal can't be written down: on a full disk its own files may be what is in
     /// the way. A crash before the row is gone leaves a workspace that says that its files were removed.
-    async fn free_disk_of(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
+    async fn free_disk_of(&self, id: WorkspaceId) -> Result<()> {
         tracing::warn!(workspace = %id, "the database can't be written: the sandbox is removed first");
-        let live = self.live(id);
+        let live = self.context.live(id);
         let _changing = live.changing.lock().await;
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.context.store.workspace_record(id).await?;
         live.close_to_calls();
-        Ok(self.provider_of(&record)?.destroy(id).await?)
+        Ok(self.context.provider_of(&record)?.destroy(id).await?)
     }
 
     /// Carries out a removal that was written down.
-    pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<(), ErrorDetail> {
-        let live = self.live(id);
+    pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<()> {
+        let live = self.context.live(id);
         let channel = match live.close_to_calls() {
             Some(connection) => Some(connection.channel),
-            None => self.open_channel_of(id).await,
+            None => self.connections.open_channel_of(id).await,
         };
         if let Some(channel) = channel {
             end_commands(&channel, live.calls()).await;
@@ -157,191 +164,25 @@ impl Workspaces {
         failpoint!("destroy.commands_ended");
         let _changing = live.changing.lock().await;
         live.close_to_calls();
-        let record = match self.store.workspace_record(id).await {
+        let record = match self.context.store.workspace_record(id).await {
             Ok(record) => record,
             // Another request has finished it.
             Err(StoreError::NotFound { .. }) => {
-                self.forget(id);
+                self.context.forget(id);
                 return Ok(());
             }
-            Err(error) => return Err(error_of(error)),
+            Err(error) => return Err(error.into()),
         };
         if record.workspace.provider.is_some() {
-            self.provider_of(&record)?.destroy(id).await?;
+            self.context.provider_of(&record)?.destroy(id).await?;
         }
         failpoint!("destroy.sandbox_removed");
-        self.store.delete_workspace(id).await.map_err(error_of)?;
+        self.context.store.delete_workspace(id).await?;
         failpoint!("destroy.row_deleted");
-        self.forget(id);
+        self.context.forget(id);
         tracing::info!(workspace = %id, "destroyed");
-        self.events.workspace(EventKind::WorkspaceDestroyed, id, "it is gone");
+        self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "it is gone");
         Ok(())
-    }
-
-    /// A channel to a sandbox that this process has none to, if it runs.
-    pub(super) async fn open_channel_of(&self, id: WorkspaceId) -> Option<GuestClient> {
-        let opened = async {
-            let record = self.store.workspace_record(id).await.ok()?;
-            let spec = SandboxSpec { configuration: None, ..self.spec_of(&record).await.ok()? };
-            self.provider_of(&record).ok()?.open_channel(&spec).await.ok()
-        };
-        tokio::time::timeout(OPEN_WITHIN, opened).await.ok().flatten()
-    }
-
-    /// Begins a call to a ready workspace; its channel is opened again, and its sandbox started again, where needed.
-    pub(super) async fn connect(
-        self: &Arc<Self>,
-        id: WorkspaceId,
-    ) -> Result<(Arc<Live>, SandboxConnection, Busy), ErrorDetail> {
-        let known = self.live_map().get(&id).cloned();
-        if let Some(live) = known
-            && let Some((connection, busy)) = live.begin_call()
-        {
-            return Ok((live, connection, busy));
-        }
-        // Before anything is remembered of an id that may be nobody's.
-        self.ready_record(id).await?;
-        let live = self.live(id);
-        let _changing = live.changing.lock().await;
-        self.end_if_damaged(id, &live).await;
-        if let Some((connection, busy)) = live.begin_call() {
-            return Ok((Arc::clone(&live), connection, busy));
-        }
-        // Looked up again: its state may have changed while the call waited.
-        let record = self.ready_record(id).await?;
-        live.set_connection(self.reconnect(&record).await?);
-        match live.begin_call() {
-            Some((connection, busy)) => Ok((Arc::clone(&live), connection, busy)),
-            None => Err(ErrorDetail::new(
-                ErrorCode::SandboxLost,
-                "the sandbox ended as soon as it was started: try again",
-            )),
-        }
-    }
-
-    /// Reaches a workspace that nobody calls, as a sign that it can be used.
-    pub(super) async fn examine(self: &Arc<Self>, id: WorkspaceId) -> Result<(), ErrorDetail> {
-        self.connect(id).await.map(drop)
-    }
-
-    /// Opens a channel to the sandbox of a workspace, and starts the sandbox again where it has ended.
-    async fn reconnect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
-        let id = record.workspace.id;
-        let spec = self.spec_of(record).await?;
-        let provider = self.provider_of(record)?;
-        let channel = match open_or_restart(provider, &spec).await {
-            Ok(Opened::Running(channel)) => channel,
-            Ok(Opened::Restarted { sandbox, reason }) => {
-                self.tell_if_mended(id, &sandbox).await;
-                let note = json!({ "at": Utc::now(), "reason": reason });
-                let _ =
-                    self.store.merge_metadata(id, Map::from_iter([("last_restart".to_owned(), note)])).await;
-                self.events.workspace(
-                    EventKind::WorkspaceRestarted,
-                    id,
-                    format!("its sandbox had ended: {reason}"),
-                );
-                sandbox.channel
-            }
-            Err(OpenError::NotOpened(error)) => return Err(error.into()),
-            Err(OpenError::NotRestarted { reason, error }) => {
-                return Err(self.give_up(id, &reason, error).await);
-            }
-        };
-        if record.workspace.status == WorkspaceStatus::Error {
-            self.store
-                .transition(id, &[WorkspaceStatus::Error], WorkspaceStatus::Ready)
-                .await
-                .map_err(error_of)?;
-        }
-        self.clean_old_clone(record, &channel).await;
-        Ok(SandboxConnection { channel, provider: provider.name() })
-    }
-
-    /// A sandbox that can't be started again: the row says why. It is looked at again with the next call.
-    async fn give_up(&self, id: WorkspaceId, why: &str, error: ProviderError) -> ErrorDetail {
-        let message = format!("the sandbox has ended ({why}) and can't be started again: {error}");
-        if !matches!(error, ProviderError::Unavailable(_) | ProviderError::TimedOut { .. }) {
-            let _ = self.store.set_error(id, &message).await;
-            self.events.workspace(EventKind::WorkspaceError, id, message.as_str());
-        }
-        let mut detail = ErrorDetail::from(error);
-        detail.message = message;
-        detail
-    }
-
-    /// What became of a call whose channel broke.
-    pub(super) async fn explain_loss(
-        &self,
-        id: WorkspaceId,
-        provider: ProviderName,
-        error: ErrorDetail,
-    ) -> ErrorDetail {
-        if error.code != ErrorCode::SandboxLost {
-            return error;
-        }
-        let Ok(provider) = self.provider(provider) else {
-            return error;
-        };
-        let known = self.live_map().get(&id).and_then(|live| live.last_end());
-        if let Some(why) = known {
-            let message = format!("the sandbox was ended while the call ran: {why}");
-            return ErrorDetail::new(ErrorCode::SandboxLost, message).with_details(json!({ "reason": why }));
-        }
-        match provider.explain_end(id).await {
-            Some(why) => ErrorDetail::new(
-                ErrorCode::SandboxLost,
-                format!("the sandbox ended while the call ran: {why}. Its files are kept, and the next call starts it again"),
-            )
-            .with_details(json!({ "reason": why, "oom_killed": why.contains("out of memory") })),
-            None => error,
-        }
-    }
-}
-
-/// A channel to a sandbox.
-pub(crate) enum Opened {
-    /// The sandbox was running.
-    Running(GuestClient),
-    /// It had ended for this reason, and was started again.
-    Restarted { sandbox: Sandbox, reason: String },
-}
-
-/// The sandbox can't be connected to.
-pub(crate) enum OpenError {
-    NotOpened(ProviderError),
-    /// It had ended for this reason, and can't be started again.
-    NotRestarted {
-        reason: String,
-        error: ProviderError,
-    },
-}
-
-impl From<ProviderError> for OpenError {
-    fn from(error: ProviderError) -> Self {
-        Self::NotOpened(error)
-    }
-}
-
-/// Opens a channel to a sandbox. One that has ended is started again; one that does not respond is killed first.
-pub(crate) async fn open_or_restart(
-    provider: &SharedProvider,
-    spec: &SandboxSpec,
-) -> Result<Opened, OpenError> {
-    let reason = match provider.open_channel(spec).await {
-        Ok(channel) => return Ok(Opened::Running(channel)),
-        Err(ProviderError::NotRunning(reason) | ProviderError::Gone(reason)) => reason,
-        Err(error @ ProviderError::Unresponsive(_)) => {
-            provider.kill(spec.id).await?;
-            error.to_string()
-        }
-        Err(error) => return Err(error.into()),
-    };
-    tracing::warn!(workspace = %spec.id, reason, "the sandbox had ended and is started again");
-    metrics::counter!("emergent_sandbox_restarts_total").increment(1);
-    match provider.resume(spec).await {
-        Ok(sandbox) => Ok(Opened::Restarted { sandbox, reason }),
-        Err(error) => Err(OpenError::NotRestarted { reason, error }),
     }
 }
 

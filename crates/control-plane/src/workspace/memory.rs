@@ -9,8 +9,7 @@ use emergent_wire::event::EventKind;
 use emergent_wire::tools::{BashAnswer, OperationAnswer, OperationStatus};
 use emergent_wire::{OperationId, WorkspaceId};
 
-use super::Workspaces;
-use super::calls::CallTarget;
+use super::calls::{CallTarget, Calls};
 use super::live::Live;
 
 /// What is told of a process that something outside the sandbox has ended.
@@ -21,9 +20,9 @@ const OUT_OF_MEMORY_SINCE: &str = "out of memory: a process of this workspace wa
 /// What is told of a command that failed in a sandbox that may be damaged.
 const DAMAGED: &str = "this workspace ran out of memory before, and the host ended one of its processes: commands may fail without a reason since then; stop and resume it, which ends what runs in it and keeps its files";
 
-impl Workspaces {
+impl Calls {
     pub(super) fn oom_kills(&self, to: CallTarget) -> u64 {
-        self.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
+        self.context.provider(to.provider).map_or(0, |provider| provider.oom_kills(to.id))
     }
 
     /// Completes the answer of a command that somebody waited for.
@@ -47,27 +46,7 @@ impl Workspaces {
         if answer.oom_killed {
             self.tell_out_of_memory(to.id, answer.operation_id);
         }
-        answer.notes.extend(self.disk_note());
-    }
-
-    /// Ends a sandbox of which the host has ended a process, if nothing that runs in it would be missed. Whoever calls
-    /// this holds its lock.
-    pub(super) async fn end_if_damaged(&self, id: WorkspaceId, live: &Live) {
-        let Some(connection) = live.take_damaged() else {
-            return;
-        };
-        let is_empty = super::usage::ask(&connection.channel).await.is_none_or(|usage| usage.processes == 0);
-        if !is_empty {
-            return;
-        }
-        let Ok(provider) = self.provider(connection.provider) else {
-            return;
-        };
-        tracing::warn!(workspace = %id, "the host has ended a process of the sandbox: it is started anew");
-        live.close_to_calls();
-        if let Err(error) = provider.stop(id).await {
-            tracing::warn!(workspace = %id, %error, "a damaged sandbox could not be ended");
-        }
+        answer.notes.extend(self.disk_space.note_for_commands());
     }
 
     /// Completes the answer of a command in the background. It may have ended long ago, and others have run since: only
@@ -94,6 +73,10 @@ impl Workspaces {
     fn tell_out_of_memory(&self, id: WorkspaceId, operation: OperationId) {
         tracing::warn!(workspace = %id, %operation, "a command ran out of memory");
         metrics::counter!("emergent_oom_kills_total").increment(1);
-        self.events.workspace(EventKind::OutOfMemory, id, "a command ran out of memory and was ended");
+        self.context.events.workspace(
+            EventKind::OutOfMemory,
+            id,
+            "a command ran out of memory and was ended",
+        );
     }
 }

@@ -1,10 +1,24 @@
-//! Workspaces: where they are placed, how they live, how tools reach them, and how a crash heals.
+//! Workspaces: their placement, their life, the calls to their guest agents, and recovery after a crash.
+//!
+//! ```text
+//!  create ─┬─▶ placement (pure)                    calls ──▶ connections ──▶ providers
+//!          └─▶ pool                                lifecycle ──▶ connections
+//!
+//!  in the background: health, recovery ──▶ lifecycle, snapshots, quarantine; sweep ──▶ lifecycle; pool; usage;
+//!                     disk_guard ──▶ lifecycle; cpu_fairness
+//!
+//!  all of them: context (store, settings, providers, what is known of each workspace)
+//! ```
 
 mod calls;
 mod clock;
+mod connections;
+mod context;
 pub(crate) mod cpu_fairness;
 mod create;
+mod disk_guard;
 mod disk_space;
+pub(crate) mod error;
 #[cfg(test)]
 mod fallback_tests;
 mod health;
@@ -22,66 +36,52 @@ mod snapshots;
 pub(crate) mod sweep;
 pub(crate) mod usage;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
 use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
-use emergent_guest_protocol::Configuration;
-use emergent_providers::{SandboxSpec, SharedProvider, Volume};
-use emergent_store::{SealingKey, Store, StoreError, WorkspaceRecord};
-use emergent_wire::mcp::{McpConfig, McpVolume};
-use emergent_wire::workspace::{
-    ContainerType, ProviderName, Usage, Workspace, WorkspaceStatus, check_holder,
-};
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_providers::SharedProvider;
+use emergent_store::{SealingKey, Store};
+use emergent_wire::WorkspaceId;
+use emergent_wire::workspace::{Usage, Workspace, WorkspaceStatus, check_holder};
 
-use crate::config::{Existing, Settings};
-use crate::events::Events;
-pub(crate) use calls::{GuestAnswer, GuestRequest, OutputLimit, RunningCall, TimeLimit};
-use clock::Clock;
+use crate::config::Settings;
+pub(crate) use calls::{Calls, GuestAnswer, GuestRequest, OutputLimit, RunningCall, TimeLimit};
+pub(crate) use connections::{OpenError, Opened, open_or_restart};
+pub(crate) use context::Context;
 use cpu_fairness::CpuFairness;
-pub(crate) use create::Creation;
+pub(crate) use create::{Creation, Creator};
+use disk_guard::DiskGuard;
 use disk_space::DiskSpace;
 pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
-pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, HealthBoard};
-pub(crate) use lifecycle::{OpenError, Opened, open_or_restart};
-pub(crate) use live::{Live, SandboxConnection};
+use error::Result;
+pub(crate) use error::WorkspaceError;
+pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, ProviderHealth};
+use lifecycle::Lifecycle;
+pub(crate) use live::SandboxConnection;
 pub(crate) use operations::{FollowedOperation, OperationEvent};
 use pool::Pool;
 use quarantine::Quarantine;
-use servers::Servers;
+use recovery::Recovery;
+use snapshots::Snapshots;
+use sweep::Sweeper;
+use usage::UsageMonitor;
 
-/// Shows a use whose write is still in progress.
-fn show_use(workspace: &mut Workspace, used: DateTime<Utc>) {
-    // As exact as the database.
-    let used = used.trunc_subsecs(6);
-    let since = used - workspace.last_used_at;
-    if since > TimeDelta::zero() && workspace.status != WorkspaceStatus::Destroying {
-        workspace.last_used_at = used;
-        workspace.expires_at = workspace.expires_at.map(|at| at + since);
-    }
-}
-
-/// Where file tools stay when the settings say so.
-const CONFINED_TO: [&str; 2] = ["/workspace", "/tmp"];
-
-/// All workspaces of this server.
+/// The parts that look after all workspaces of this server.
 pub(crate) struct Workspaces {
-    pub(crate) store: Store,
-    key: SealingKey,
-    pub(crate) settings: Settings,
-    /// In the order in which they are reported.
-    providers: Vec<SharedProvider>,
-    pub(crate) health: HealthBoard,
-    live: Mutex<HashMap<WorkspaceId, Arc<Live>>>,
-    pub(crate) pool: Pool,
-    pub(crate) servers: Servers,
-    pub(crate) events: Events,
-    disk_space: DiskSpace,
-    quarantine: Quarantine,
-    cpu_fairness: CpuFairness,
-    clock: Clock,
+    pub(crate) context: Arc<Context>,
+    pub(crate) health: Arc<ProviderHealth>,
+    pub(crate) disk_space: Arc<DiskSpace>,
+    pub(crate) disk_guard: Arc<DiskGuard>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) create: Arc<Creator>,
+    pub(crate) lifecycle: Arc<Lifecycle>,
+    pub(crate) calls: Arc<Calls>,
+    pub(crate) snapshots: Arc<Snapshots>,
+    pub(crate) quarantine: Arc<Quarantine>,
+    pub(crate) recovery: Arc<Recovery>,
+    pub(crate) sweeper: Arc<Sweeper>,
+    pub(crate) usage: Arc<UsageMonitor>,
+    pub(crate) cpu_fairness: Arc<CpuFairness>,
 }
 
 impl Workspaces {
@@ -91,221 +91,76 @@ impl Workspaces {
         settings: Settings,
         providers: Vec<SharedProvider>,
     ) -> Arc<Self> {
-        // Adopted files are orphans on purpose: they need no grace period.
-        let grace =
-            if settings.existing == Existing::Adopt { 0 } else { settings.workspaces.orphan_grace_seconds };
-        let quarantine = Quarantine::new(Duration::from_secs(grace));
-        let disk_space = DiskSpace::new(&settings.data_dir, settings.workspaces.min_free_disk.bytes());
+        let context = Context::new(store, key, settings, providers);
+        let health = ProviderHealth::new(&context);
+        let disk_space = DiskSpace::new(&context);
+        let connections = connections::Connections::new(&context);
+        let lifecycle = Lifecycle::new(&context, &disk_space, &connections);
+        let snapshots = Snapshots::new(&context, &disk_space);
+        let quarantine = Quarantine::new(&context, &disk_space, &snapshots);
+        let pool = Pool::new(&context, &health);
         Arc::new(Self {
-            store,
-            key,
-            settings,
-            providers,
-            health: HealthBoard::default(),
-            live: Mutex::default(),
-            pool: Pool::default(),
-            servers: Servers::default(),
-            events: Events::default(),
+            disk_guard: DiskGuard::new(&context, &disk_space, &lifecycle),
+            create: Creator::new(&context, &health, &disk_space, &pool),
+            calls: Calls::new(&context, &disk_space, &connections),
+            recovery: Recovery::new(&context, &connections, &lifecycle, &snapshots, &quarantine),
+            sweeper: Sweeper::new(&context, &connections, &lifecycle),
+            usage: UsageMonitor::new(&context),
+            cpu_fairness: CpuFairness::new(&context),
+            context,
+            health,
             disk_space,
+            pool,
+            lifecycle,
+            snapshots,
             quarantine,
-            cpu_fairness: CpuFairness::default(),
-            clock: Clock::start(),
         })
     }
 
-    fn live_map(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<Live>>> {
-        self.live.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What this process knows of a workspace.
-    pub(crate) fn live(&self, id: WorkspaceId) -> Arc<Live> {
-        Arc::clone(self.live_map().entry(id).or_default())
-    }
-
-    /// Forgets a workspace that is gone.
-    fn forget(&self, id: WorkspaceId) {
-        self.live_map().remove(&id);
-    }
-
-    pub(crate) fn providers(&self) -> &[SharedProvider] {
-        &self.providers
-    }
-
-    /// A provider by its name.
-    pub(crate) fn provider(&self, name: ProviderName) -> Result<&SharedProvider, ErrorDetail> {
-        self.providers.iter().find(|provider| provider.name() == name).ok_or_else(|| {
-            let message =
-                format!("the provider '{name}' is not enabled on this server; its workspaces can't be used");
-            ErrorDetail::new(ErrorCode::Unavailable, message)
-        })
-    }
-
-    /// The provider that a workspace is on.
-    pub(crate) fn provider_of(&self, record: &WorkspaceRecord) -> Result<&SharedProvider, ErrorDetail> {
-        let name = record.workspace.provider.ok_or_else(|| {
-            ErrorDetail::new(
-                ErrorCode::WrongState,
-                "the workspace has no sandbox yet: wait until it is ready",
-            )
-        })?;
-        self.provider(name)
-    }
-
-    /// The sandbox that a workspace has.
-    pub(crate) async fn spec_of(&self, record: &WorkspaceRecord) -> Result<SandboxSpec, ErrorDetail> {
-        let workspace = &record.workspace;
-        let environment = self.store.environment(workspace.id, &self.key).await.map_err(error_of)?;
-        let confined = self.settings.workspaces.confine_file_tools;
-        let is_server = workspace.container_type == ContainerType::McpServer;
-        Ok(SandboxSpec {
-            id: workspace.id,
-            container_type: workspace.container_type,
-            image: record.image.clone(),
-            limits: workspace.resource_limits,
-            max_tasks: self.settings.workspaces.max_tasks,
-            network: record.network,
-            snapshot: workspace.snapshot_id.as_deref().and_then(|id| id.parse().ok()),
-            volumes: volumes_of(workspace),
-            configuration: Some(Configuration {
-                environment,
-                confined_to: if confined { CONFINED_TO.map(str::to_owned).to_vec() } else { Vec::new() },
-                max_tasks: Some(self.settings.workspaces.max_tasks),
-                without_shells: is_server,
-                ..Configuration::default()
-            }),
-        })
-    }
-
-    /// A workspace as callers see it, with what it uses.
-    pub(crate) async fn get(&self, id: WorkspaceId) -> Result<Workspace, ErrorDetail> {
-        let live = self.live_map().get(&id).cloned();
+    /// A workspace as callers see it, with its usage.
+    pub(crate) async fn get(&self, id: WorkspaceId) -> Result<Workspace> {
+        let live = self.context.known_live(id);
         if let Some(live) = &live {
-            self.write_use(id, live.unwritten_use(self.clock.now())).await;
+            self.context.write_use(id, live.unwritten_use(self.context.clock.now())).await;
         }
-        let mut workspace = self.store.workspace(id).await.map_err(error_of)?;
+        let mut workspace = self.context.store.workspace(id).await?;
         if let Some(used) = live.as_ref().and_then(|live| live.last_use()) {
             show_use(&mut workspace, used);
         }
         if let Some(live) = live.filter(|_| workspace.status == WorkspaceStatus::Ready) {
-            workspace.usage = self.measure(&live, &workspace.resource_limits).await;
+            workspace.usage = self.usage.measure(&live, &workspace.resource_limits).await;
         }
         Ok(workspace)
     }
 
-    /// What a sandbox uses, if this process has a channel to it.
+    /// The usage of a sandbox, if this process has a channel to it.
     pub(crate) async fn usage_of(&self, workspace: &Workspace) -> Option<Usage> {
-        let live = self.live_map().get(&workspace.id).cloned()?;
-        self.measure(&live, &workspace.resource_limits).await
+        let live = self.context.known_live(workspace.id)?;
+        self.usage.measure(&live, &workspace.resource_limits).await
     }
 
-    /// Lets somebody hold a workspace for itself.
-    pub(crate) async fn attach(&self, id: WorkspaceId, holder: &str) -> Result<Workspace, ErrorDetail> {
+    /// Attaches a holder to a workspace.
+    pub(crate) async fn attach(&self, id: WorkspaceId, holder: &str) -> Result<Workspace> {
         check_holder(holder)?;
-        let attached = self.store.attach(id, holder, self.clock.now()).await.map_err(error_of)?;
-        attached.map_err(|other| held_by(id, &other))
+        let attached = self.context.store.attach(id, holder, self.context.clock.now()).await?;
+        attached.map_err(|holder| WorkspaceError::Held { id, holder })
     }
 
-    /// Ends that; whoever holds it, if no holder is given.
-    pub(crate) async fn detach(
-        &self,
-        id: WorkspaceId,
-        holder: Option<&str>,
-    ) -> Result<Workspace, ErrorDetail> {
+    /// Detaches the holder of a workspace: this one, or any.
+    pub(crate) async fn detach(&self, id: WorkspaceId, holder: Option<&str>) -> Result<Workspace> {
         holder.map_or(Ok(()), check_holder)?;
-        let detached = self.store.detach(id, holder).await.map_err(error_of)?;
-        detached.map_err(|other| held_by(id, &other))
-    }
-
-    /// A workspace that can be used with tools now.
-    async fn ready_record(&self, id: WorkspaceId) -> Result<WorkspaceRecord, ErrorDetail> {
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
-        match record.workspace.status {
-            _ if record.workspace.container_type == ContainerType::McpServer => Err(is_mcp_server(id)),
-            // What failed once may work now: the call finds out.
-            WorkspaceStatus::Ready | WorkspaceStatus::Error => Ok(record),
-            status => Err(wrong_state(id, status)),
-        }
+        let detached = self.context.store.detach(id, holder).await?;
+        detached.map_err(|holder| WorkspaceError::Held { id, holder })
     }
 }
 
-/// The named volumes of an MCP server.
-fn volumes_of(workspace: &Workspace) -> Vec<Volume> {
-    let config = workspace.mcp_config.clone().and_then(|config| serde_json::from_value(config).ok());
-    let volumes = config.map(|config: McpConfig| config.volumes).unwrap_or_default();
-    volumes.into_iter().map(|McpVolume { name, path }| Volume { name, path }).collect()
-}
-
-/// What the addresses of workspaces say of an MCP server.
-pub(crate) fn is_mcp_server(id: WorkspaceId) -> ErrorDetail {
-    let message = format!("{id} is an MCP server, not a workspace: use /api/v1/mcp/servers/{id}");
-    ErrorDetail::new(ErrorCode::Unacceptable, message)
-}
-
-/// What the store's errors mean to a caller.
-pub(crate) fn error_of(error: StoreError) -> ErrorDetail {
-    let text = error.to_string();
-    match error {
-        StoreError::NotFound { kind, .. } => ErrorDetail::new(
-            ErrorCode::NotFound,
-            format!("{text}: list what there is with GET /api/v1/{}", path_of(kind)),
-        ),
-        StoreError::Conflict { .. } => ErrorDetail::new(ErrorCode::Conflict, text),
-        StoreError::LimitReached { limit, current } => ErrorDetail::new(
-            ErrorCode::LimitReached,
-            format!("{text}: destroy workspaces that are not needed, or wait until one is"),
-        )
-        .with_details(serde_json::json!({ "limit": limit, "current": current })),
-        StoreError::WrongState { id, status } => wrong_state(id, status),
-        StoreError::LastAdminToken { .. } | StoreError::IdempotencyKeyReused => {
-            ErrorDetail::new(ErrorCode::Conflict, text)
-        }
-        StoreError::BadIdempotencyKey => ErrorDetail::new(ErrorCode::BadRequest, text),
-        StoreError::TooManyIdempotencyKeys { .. } => ErrorDetail::new(ErrorCode::LimitReached, text),
-        StoreError::BadCursor => ErrorDetail::new(ErrorCode::BadRequest, text),
-        StoreError::TokenRefused(_) => ErrorDetail::new(ErrorCode::Unauthorized, text),
-        StoreError::Unavailable(source) => {
-            tracing::warn!(error = %source, "the database does not answer");
-            ErrorDetail::new(ErrorCode::Unavailable, format!("{text}: retry later"))
-        }
-        StoreError::Unwritable(source) => {
-            tracing::error!(error = %source, "the database can't be written");
-            let advice = "nothing was changed; make it writable or free space, then retry";
-            ErrorDetail::new(ErrorCode::Unavailable, format!("{text}; {advice}"))
-        }
-        other => {
-            tracing::error!(error = &other as &dyn std::error::Error, "the store failed");
-            ErrorDetail::new(ErrorCode::Internal, format!("{text}; the server's log has more"))
-        }
+/// Shows a use whose write is still in progress.
+fn show_use(workspace: &mut Workspace, used: DateTime<Utc>) {
+    // With the precision of the database.
+    let used = used.trunc_subsecs(6);
+    let since = used - workspace.last_used_at;
+    if since > TimeDelta::zero() && workspace.status != WorkspaceStatus::Destroying {
+        workspace.last_used_at = used;
+        workspace.expires_at = workspace.expires_at.map(|at| at + since);
     }
-}
-
-fn held_by(id: WorkspaceId, holder: &str) -> ErrorDetail {
-    let message =
-        format!("workspace {id} is attached to '{holder}': wait until it detaches, or detach it with force");
-    ErrorDetail::new(ErrorCode::Conflict, message).with_details(serde_json::json!({ "attached_to": holder }))
-}
-
-fn path_of(kind: &str) -> &'static str {
-    match kind {
-        "token" => "tokens",
-        "snapshot" => "agent/workspaces/snapshots",
-        "MCP server" => "mcp/servers",
-        _ => "agent/workspaces",
-    }
-}
-
-/// Says what state a workspace is in, and what to do about it.
-fn wrong_state(id: WorkspaceId, status: WorkspaceStatus) -> ErrorDetail {
-    let advice = match status {
-        WorkspaceStatus::Creating => "wait until it is ready",
-        WorkspaceStatus::Stopping => "wait until it is stopped, then resume it",
-        WorkspaceStatus::Stopped => "resume it first (POST …/resume)",
-        WorkspaceStatus::Destroying => "it is being removed; create a new one",
-        WorkspaceStatus::Ready => "it is in use",
-        WorkspaceStatus::Error => {
-            "see metadata.error; destroy it, or try a tool call, which tries to revive it"
-        }
-    };
-    ErrorDetail::new(ErrorCode::WrongState, format!("workspace {id} is {status}: {advice}"))
-        .with_details(serde_json::json!({ "status": status }))
 }

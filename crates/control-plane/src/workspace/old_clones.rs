@@ -5,15 +5,15 @@
 
 use std::time::Duration;
 
-use emergent_guest_client::{Event, GuestClient};
+use emergent_guest_client::{CallError, Event, GuestClient};
 use emergent_guest_protocol::{GuestCall, WriteCall};
 use emergent_store::{CREDENTIAL_IN_CLONE, WorkspaceRecord};
+use emergent_wire::ErrorCode;
 use emergent_wire::git_url::redact_urls;
 use emergent_wire::tools::{ReadRequest, WriteAnswer};
-use emergent_wire::{ErrorCode, ErrorDetail};
-use serde_json::{Map, Value};
+use serde_json::Value;
 
-use super::Workspaces;
+use super::context::Context;
 
 /// Where git keeps a clone's remotes.
 const CONFIG: &str = "/workspace/.git/config";
@@ -22,28 +22,40 @@ const CONFIG_BYTES: usize = 1 << 20;
 /// How long it may take to clean one.
 const CLEAN_TIME: Duration = Duration::from_secs(20);
 
-impl Workspaces {
-    /// Cleans the clone of a workspace that is marked. A failure is logged, and it is tried again at the next connection.
-    pub(super) async fn clean_old_clone(&self, record: &WorkspaceRecord, channel: &GuestClient) {
-        let id = record.workspace.id;
-        if record.workspace.metadata.get(CREDENTIAL_IN_CLONE) != Some(&Value::Bool(true)) {
-            return;
+/// Cleans the clone of a workspace that is marked. A failure is logged, and the next connection tries again.
+pub(super) async fn clean(context: &Context, record: &WorkspaceRecord, channel: &GuestClient) {
+    let id = record.workspace.id;
+    if record.workspace.metadata.get(CREDENTIAL_IN_CLONE) != Some(&Value::Bool(true)) {
+        return;
+    }
+    match tokio::time::timeout(CLEAN_TIME, remove_credentials(channel))
+        .await
+        .unwrap_or(Err(CleanError::TooSlow))
+    {
+        Ok(()) => {
+            context.note_in_metadata(id, CREDENTIAL_IN_CLONE, Value::Null).await;
+            tracing::info!(workspace = %id, "removed a credential from the remote of its clone");
         }
-        let too_slow = |_| Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, "it took too long"));
-        match tokio::time::timeout(CLEAN_TIME, remove_credentials(channel)).await.unwrap_or_else(too_slow) {
-            Ok(()) => {
-                let unmarked = Map::from_iter([(CREDENTIAL_IN_CLONE.to_owned(), Value::Null)]);
-                let _ = self.store.merge_metadata(id, unmarked).await;
-                tracing::info!(workspace = %id, "removed a credential from the remote of its clone");
-            }
-            Err(error) => {
-                tracing::warn!(workspace = %id, %error, "the remote of its clone may still hold a credential");
-            }
+        Err(error) => {
+            tracing::warn!(workspace = %id, %error, "the remote of its clone may still hold a credential");
         }
     }
 }
 
-async fn remove_credentials(channel: &GuestClient) -> Result<(), ErrorDetail> {
+/// The error of cleaning a clone.
+#[derive(Debug, thiserror::Error)]
+enum CleanError {
+    #[error("it took more than {} s", CLEAN_TIME.as_secs())]
+    TooSlow,
+    #[error("its configuration has more than {CONFIG_BYTES} bytes")]
+    TooLarge,
+    #[error("its configuration is not text")]
+    NotText,
+    #[error(transparent)]
+    Call(#[from] CallError),
+}
+
+async fn remove_credentials(channel: &GuestClient) -> Result<(), CleanError> {
     let Some(config) = read_config(channel).await? else {
         return Ok(());
     };
@@ -59,21 +71,20 @@ async fn remove_credentials(channel: &GuestClient) -> Result<(), ErrorDetail> {
 }
 
 /// The configuration of the clone, if there is one.
-async fn read_config(channel: &GuestClient) -> Result<Option<String>, ErrorDetail> {
+async fn read_config(channel: &GuestClient) -> Result<Option<String>, CleanError> {
     let request = ReadRequest { file_path: CONFIG.to_owned(), raw: true, ..ReadRequest::default() };
     let mut call = channel.start(&GuestCall::Read(request)).await?;
     let mut bytes = Vec::new();
     loop {
-        match call.next().await.map_err(ErrorDetail::from) {
+        match call.next().await {
             Ok(Event::Stdout(piece) | Event::Stderr(piece)) => bytes.extend_from_slice(&piece),
             Ok(Event::Answer(_)) => break,
-            Err(error) if error.code == ErrorCode::FileNotFound => return Ok(None),
-            Err(error) => return Err(error),
+            Err(CallError::Failed(error)) if error.code == ErrorCode::FileNotFound => return Ok(None),
+            Err(error) => return Err(error.into()),
         }
         if bytes.len() > CONFIG_BYTES {
-            return Err(ErrorDetail::new(ErrorCode::TooLarge, "its configuration is too large to be read"));
+            return Err(CleanError::TooLarge);
         }
     }
-    let not_text = |_| ErrorDetail::new(ErrorCode::Unacceptable, "its configuration is not text");
-    String::from_utf8(bytes).map(Some).map_err(not_text)
+    String::from_utf8(bytes).map(Some).map_err(|_| CleanError::NotText)
 }

@@ -6,16 +6,17 @@ use std::time::Duration;
 use emergent_guest_client::Event;
 use emergent_guest_protocol::{AttachCall, GuestCall, OperationCall};
 use emergent_wire::tools::OperationAnswer;
-use emergent_wire::{ErrorDetail, OperationId, WorkspaceId};
+use emergent_wire::{OperationId, WorkspaceId};
 
-use super::{GuestRequest, OutputLimit, RunningCall, TimeLimit, Workspaces};
+use super::calls::{Calls, GuestAnswer, GuestRequest, OutputLimit, RunningCall, TimeLimit};
+use super::error::Result;
 use crate::caller::Caller;
 use crate::tools::{COMMAND_MARGIN, COMMAND_OUTPUT_BYTES, lossy};
 
 /// The time in which the agent answers what it knows of a command.
 const LOOK_TIME: Duration = Duration::from_secs(120);
 
-impl Workspaces {
+impl Calls {
     /// The state of a command in the background, and its output from an offset on.
     pub(crate) async fn operation(
         self: &Arc<Self>,
@@ -23,10 +24,10 @@ impl Workspaces {
         id: WorkspaceId,
         operation_id: OperationId,
         offset: u64,
-    ) -> Result<OperationAnswer, ErrorDetail> {
+    ) -> Result<OperationAnswer> {
         let call = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
         let time_limit = TimeLimit::Total(LOOK_TIME);
-        let mut running = self.call_guest(caller, id, GuestRequest { call, input: None, time_limit }).await?;
+        let mut running = self.start(caller, id, GuestRequest { call, input: None, time_limit }).await?;
         let output = running.answer(OutputLimit::command(COMMAND_OUTPUT_BYTES)).await?;
         let mut answer: OperationAnswer = output.parse()?;
         running.complete_operation(&mut answer);
@@ -42,10 +43,10 @@ impl Workspaces {
         id: WorkspaceId,
         operation_id: OperationId,
         offset: u64,
-    ) -> Result<FollowedOperation, ErrorDetail> {
+    ) -> Result<FollowedOperation> {
         let call = GuestCall::Attach(AttachCall { operation_id, offset, follow: true });
         let request = GuestRequest { call, input: None, time_limit: TimeLimit::Unlimited };
-        Ok(FollowedOperation(self.call_guest(caller, id, request).await?))
+        Ok(FollowedOperation(self.start(caller, id, request).await?))
     }
 
     /// Ends a command in the background.
@@ -54,10 +55,10 @@ impl Workspaces {
         caller: &Caller,
         id: WorkspaceId,
         operation_id: OperationId,
-    ) -> Result<OperationAnswer, ErrorDetail> {
+    ) -> Result<OperationAnswer> {
         let call = GuestCall::KillOperation(OperationCall { operation_id });
         let time_limit = TimeLimit::Total(COMMAND_MARGIN * 2);
-        let mut running = self.call_guest(caller, id, GuestRequest { call, input: None, time_limit }).await?;
+        let mut running = self.start(caller, id, GuestRequest { call, input: None, time_limit }).await?;
         running.answer(OutputLimit::NONE).await?.parse()
     }
 }
@@ -74,12 +75,12 @@ pub(crate) enum OperationEvent {
 
 impl FollowedOperation {
     /// Waits for the next event. The end is the last one.
-    pub(crate) async fn next(&mut self) -> Result<OperationEvent, ErrorDetail> {
+    pub(crate) async fn next(&mut self) -> Result<OperationEvent> {
         Ok(match self.0.next().await? {
             Event::Stdout(bytes) => OperationEvent::Stdout(bytes),
             Event::Stderr(bytes) => OperationEvent::Stderr(bytes),
             Event::Answer(json) => {
-                let mut answer: OperationAnswer = super::GuestAnswer::of(json).parse()?;
+                let mut answer: OperationAnswer = GuestAnswer::of(json).parse()?;
                 self.0.complete_operation(&mut answer);
                 OperationEvent::Ended(Box::new(answer))
             }

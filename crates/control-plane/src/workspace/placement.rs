@@ -54,8 +54,8 @@ impl Candidate {
     }
 
     /// What is written down when it has failed.
-    pub(crate) fn rejected(&self, error: &ErrorDetail) -> RejectedCandidate {
-        RejectedCandidate { provider: self.provider, reason: error.message.clone() }
+    pub(crate) fn rejected(&self, error: &impl std::fmt::Display) -> RejectedCandidate {
+        RejectedCandidate { provider: self.provider, reason: error.to_string() }
     }
 }
 

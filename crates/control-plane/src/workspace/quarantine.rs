@@ -21,20 +21,42 @@ use emergent_failpoint::failpoint;
 use emergent_store::{NewSnapshot, SnapshotRecord};
 use emergent_wire::snapshot::{Snapshot, SnapshotStatus};
 use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
-use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, WorkspaceId};
+use emergent_wire::{SnapshotId, WorkspaceId};
 use uuid::Uuid;
 
-use super::{Workspaces, error_of};
+use super::context::Context;
+use super::disk_space::DiskSpace;
+use super::error::{Result, SnapshotError, WorkspaceError};
+use super::snapshots::Snapshots;
+use crate::config::Existing;
 
-/// When orphans were first seen.
+/// Moves orphans into quarantine, and out of it.
 pub(crate) struct Quarantine {
+    context: Arc<Context>,
+    disk_space: Arc<DiskSpace>,
+    snapshots: Arc<Snapshots>,
     grace: Duration,
+    /// The times at which orphans were first seen.
     first_seen: Mutex<HashMap<(ProviderName, Uuid), Instant>>,
 }
 
 impl Quarantine {
-    pub(super) fn new(grace: Duration) -> Self {
-        Self { grace, first_seen: Mutex::default() }
+    pub(super) fn new(
+        context: &Arc<Context>,
+        disk_space: &Arc<DiskSpace>,
+        snapshots: &Arc<Snapshots>,
+    ) -> Arc<Self> {
+        let settings = &context.settings;
+        // Adopted files are orphans on purpose: they need no grace period.
+        let is_adopted = settings.existing == Existing::Adopt;
+        let grace = if is_adopted { 0 } else { settings.workspaces.orphan_grace_seconds };
+        Arc::new(Self {
+            context: Arc::clone(context),
+            disk_space: Arc::clone(disk_space),
+            snapshots: Arc::clone(snapshots),
+            grace: Duration::from_secs(grace),
+            first_seen: Mutex::default(),
+        })
     }
 
     /// Whether an orphan, which is seen now, has been one for long enough.
@@ -54,57 +76,51 @@ impl Quarantine {
     fn forget(&self, provider: ProviderName, id: Uuid) {
         self.first_seen.lock().unwrap_or_else(PoisonError::into_inner).remove(&(provider, id));
     }
-}
 
-impl Workspaces {
     /// Ends a sandbox without a row and keeps its disk.
-    pub(super) async fn quarantine_sandbox(
-        &self,
-        provider: ProviderName,
-        id: WorkspaceId,
-    ) -> Result<(), ErrorDetail> {
+    pub(super) async fn add_sandbox(&self, provider: ProviderName, id: WorkspaceId) -> Result<()> {
         let to = SnapshotId(id.0);
-        self.store.insert_quarantined(&self.found(provider, id, to)).await.map_err(error_of)?;
+        self.context.store.insert_quarantined(&self.found(provider, id, to)).await?;
         failpoint!("quarantine.row_written");
-        self.provider(provider)?.quarantine(id, to).await?;
+        self.context.provider(provider)?.quarantine(id, to).await?;
         failpoint!("quarantine.sandbox_ended");
-        self.finish_quarantine(provider, to).await
+        self.finish(provider, to).await
     }
 
     /// Writes down a copy without a row.
-    pub(super) async fn quarantine_copy(
-        &self,
-        provider: ProviderName,
-        id: SnapshotId,
-    ) -> Result<(), ErrorDetail> {
-        if !self.quarantine.is_due(provider, id.0) {
+    pub(super) async fn add_copy(&self, provider: ProviderName, id: SnapshotId) -> Result<()> {
+        if !self.is_due(provider, id.0) {
             return Ok(());
         }
         let found = self.found(provider, WorkspaceId(id.0), id);
-        self.store.insert_quarantined(&found).await.map_err(error_of)?;
-        self.finish_quarantine(provider, id).await
+        self.context.store.insert_quarantined(&found).await?;
+        self.finish(provider, id).await
     }
 
     /// Writes down what is in quarantine, or that there were no files.
-    async fn finish_quarantine(&self, provider: ProviderName, id: SnapshotId) -> Result<(), ErrorDetail> {
-        match self.provider(provider)?.inspect_snapshot(id).await? {
+    async fn finish(&self, provider: ProviderName, id: SnapshotId) -> Result<()> {
+        match self.context.provider(provider)?.inspect_snapshot(id).await? {
             Some(info) => {
-                let defaults = self.settings.workspaces.default_limits();
+                let defaults = self.context.settings.workspaces.default_limits();
                 let disk = info.disk.unwrap_or(defaults.disk);
                 let limits = info.memory_limits.unwrap_or(ResourceLimits { disk, ..defaults });
-                let noted =
-                    self.store.note_quarantined(id, info.bytes, &limits, info.memory_limits.is_some());
-                noted.await.map_err(error_of)?;
+                let noted = self.context.store.note_quarantined(
+                    id,
+                    info.bytes,
+                    &limits,
+                    info.memory_limits.is_some(),
+                );
+                noted.await?;
                 tracing::warn!(snapshot = %id, bytes = info.bytes, "files without a record in the database are in quarantine");
                 metrics::counter!("emergent_quarantined_total").increment(1);
             }
             // A part of a copy, or a sandbox without a disk.
             None => {
-                let record = self.store.snapshot(id).await.map_err(error_of)?;
-                self.discard_snapshot(&record).await?;
+                let record = self.context.store.snapshot(id).await?;
+                self.snapshots.discard(&record).await?;
             }
         }
-        self.quarantine.forget(provider, id.0);
+        self.forget(provider, id.0);
         Ok(())
     }
 
@@ -114,53 +130,52 @@ impl Workspaces {
             workspace_id,
             provider,
             description: Some("found without a record in the database".to_owned()),
-            image: self.settings.workspaces.default_image.clone(),
+            image: self.context.settings.workspaces.default_image.clone(),
             // Nobody knows what it was allowed to reach.
             network: NetworkMode::Isolated,
-            limits: self.settings.workspaces.default_limits(),
+            limits: self.context.settings.workspaces.default_limits(),
             memory: false,
-            created_at: self.clock.now(),
+            created_at: self.context.clock.now(),
         }
     }
 
     /// Makes an ordinary snapshot of what is in quarantine.
-    pub(crate) async fn restore_quarantined(&self, id: SnapshotId) -> Result<Snapshot, ErrorDetail> {
+    pub(crate) async fn restore(&self, id: SnapshotId) -> Result<Snapshot> {
         self.quarantined(id).await?;
-        self.store.restore_quarantined(id).await.map_err(error_of)
+        self.context.store.restore_quarantined(id).await.map_err(WorkspaceError::from)
     }
 
     /// Removes what is in quarantine.
-    pub(crate) async fn purge_quarantined(&self, id: SnapshotId) -> Result<(), ErrorDetail> {
+    pub(crate) async fn purge(&self, id: SnapshotId) -> Result<()> {
         self.disk_space.make_room_for_database();
         let record = self.quarantined(id).await?;
-        self.discard_snapshot(&record).await
+        self.snapshots.discard(&record).await
     }
 
-    async fn quarantined(&self, id: SnapshotId) -> Result<SnapshotRecord, ErrorDetail> {
-        let record = self.store.snapshot(id).await.map_err(error_of)?;
+    async fn quarantined(&self, id: SnapshotId) -> Result<SnapshotRecord> {
+        let record = self.context.store.snapshot(id).await?;
         if record.snapshot.status != SnapshotStatus::Quarantined {
-            let message = format!("snapshot {id} is {}, not in quarantine", record.snapshot.status);
-            return Err(ErrorDetail::new(ErrorCode::WrongState, message));
+            return Err(SnapshotError::NotQuarantined { id, status: record.snapshot.status }.into());
         }
         Ok(record)
     }
 
     /// Removes what has been in quarantine for too long.
-    pub(crate) async fn prune_quarantine(self: Arc<Self>) {
-        let days = self.settings.workspaces.quarantine_days;
+    pub(crate) async fn prune(&self) {
+        let days = self.context.settings.workspaces.quarantine_days;
         if days == 0 {
             return;
         }
-        let oldest = self.clock.now() - TimeDelta::days(i64::from(days));
+        let oldest = self.context.clock.now() - TimeDelta::days(i64::from(days));
         let pruned = async {
-            for record in self.store.all_snapshots().await.map_err(error_of)? {
+            for record in self.context.store.all_snapshots().await? {
                 let snapshot = &record.snapshot;
                 if snapshot.status == SnapshotStatus::Quarantined && snapshot.created_at < oldest {
                     tracing::warn!(snapshot = %snapshot.id, days, "nobody has restored files in quarantine; they are removed");
-                    self.discard_snapshot(&record).await?;
+                    self.snapshots.discard(&record).await?;
                 }
             }
-            Ok::<(), ErrorDetail>(())
+            Ok::<(), WorkspaceError>(())
         };
         if let Err(error) = pruned.await {
             tracing::warn!(%error, "old files in quarantine could not be removed");

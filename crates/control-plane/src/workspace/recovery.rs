@@ -11,11 +11,17 @@ use emergent_providers::{Observed, ObservedState, SharedProvider};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
-use emergent_wire::{ErrorDetail, SnapshotId, WorkspaceId};
+use emergent_wire::{SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 
-use super::{Workspaces, error_of, placement};
+use super::connections::Connections;
+use super::context::Context;
+use super::error::Result;
+use super::lifecycle::Lifecycle;
+use super::placement;
+use super::quarantine::Quarantine;
+use super::snapshots::Snapshots;
 
 /// How often the pass runs.
 pub(crate) const RUN_EVERY: Duration = Duration::from_secs(60);
@@ -49,7 +55,7 @@ pub(crate) struct Row {
     /// Somebody is changing it right now: a request of this process, or another server that works.
     pub(crate) in_progress: bool,
     /// This process has a channel to it, or need not have one.
-    pub(crate) is_reached: bool,
+    pub(crate) is_connected: bool,
 }
 
 /// What there is to do. `observed` must be older than `rows` and `spares`: a sandbox's row is written before the
@@ -73,7 +79,7 @@ pub(crate) fn plan(
         WorkspaceStatus::Destroying => Some(Step::Destroy(row.id)),
         // One that has ended is started again by its next call.
         WorkspaceStatus::Ready => {
-            (running.contains(&row.id) && !row.is_reached).then_some(Step::Examine(row.id))
+            (running.contains(&row.id) && !row.is_connected).then_some(Step::Examine(row.id))
         }
         WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Examine(row.id)),
     });
@@ -97,16 +103,41 @@ fn is_elsewhere(row: &Row, provider: ProviderName) -> bool {
     made && row.provider.is_some_and(|own| !placement::share_sandboxes(own, provider))
 }
 
-impl Workspaces {
+/// Runs recovery passes.
+pub(crate) struct Recovery {
+    context: Arc<Context>,
+    connections: Arc<Connections>,
+    lifecycle: Arc<Lifecycle>,
+    snapshots: Arc<Snapshots>,
+    quarantine: Arc<Quarantine>,
+}
+
+impl Recovery {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        connections: &Arc<Connections>,
+        lifecycle: &Arc<Lifecycle>,
+        snapshots: &Arc<Snapshots>,
+        quarantine: &Arc<Quarantine>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            context: Arc::clone(context),
+            connections: Arc::clone(connections),
+            lifecycle: Arc::clone(lifecycle),
+            snapshots: Arc::clone(snapshots),
+            quarantine: Arc::clone(quarantine),
+        })
+    }
+
     /// One pass. What fails is logged and tried again by the next.
-    pub(crate) async fn recover(self: &Arc<Self>) {
+    pub(crate) async fn run(&self) {
         let mut observed = HashMap::new();
         let mut copies = HashMap::new();
         // All at once: one that hangs keeps nobody waiting for longer than itself.
         let look = async |provider: &SharedProvider| {
             (provider.name(), tokio::join!(provider.list(), provider.snapshots()))
         };
-        for (name, (sandboxes, snapshots)) in join_all(self.providers().iter().map(look)).await {
+        for (name, (sandboxes, snapshots)) in join_all(self.context.providers.iter().map(look)).await {
             match sandboxes {
                 Ok(found) => {
                     observed.insert(name, found);
@@ -140,53 +171,51 @@ impl Workspaces {
                 }
             })
             .await;
-        for provider in self.providers() {
+        for provider in &self.context.providers {
             if let Err(error) = provider.tidy().await {
                 tracing::warn!(provider = %provider.name(), %error, "what no sandbox uses any more could not be removed");
             }
         }
     }
 
-    async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>), ErrorDetail> {
-        let spares = self.store.spares().await.map_err(error_of)?;
-        let records = self.store.workspaces_in(WorkspaceStatus::ALL).await.map_err(error_of)?;
+    async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>)> {
+        let spares = self.context.store.spares().await?;
+        let records = self.context.store.workspaces_in(WorkspaceStatus::ALL).await?;
         let owners = records.iter().map(|record| record.owner);
-        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
+        self.context.servers.look_for(owners, &self.context.store).await?;
         let rows = records.iter().map(|record| {
             let id = record.workspace.id;
-            let in_progress =
-                is_supervised(record) || self.is_changing(id) || !self.is_mine_to_change(record.owner);
+            let in_progress = is_supervised(record)
+                || self.is_changing(id)
+                || !self.context.is_mine_to_change(record.owner);
             // With others on the database, each opens channels only to what it is asked for.
-            let is_reached = self.store.is_shared() || self.is_reached(id);
+            let is_connected = self.context.store.is_shared() || self.is_connected(id);
             let (status, provider) = (record.workspace.status, record.workspace.provider);
-            Row { id, status, provider, in_progress, is_reached }
+            Row { id, status, provider, in_progress, is_connected }
         });
         Ok((spares.iter().map(|spare| spare.id).collect(), rows.collect()))
     }
 
     /// Finishes or undoes what was begun with snapshots, and sets copies aside that have no row.
-    async fn recover_snapshots(
-        &self,
-        copies: HashMap<ProviderName, Vec<SnapshotId>>,
-    ) -> Result<(), ErrorDetail> {
-        let records = self.store.all_snapshots().await.map_err(error_of)?;
+    async fn recover_snapshots(&self, copies: HashMap<ProviderName, Vec<SnapshotId>>) -> Result<()> {
+        let records = self.context.store.all_snapshots().await?;
         let owners = records.iter().map(|record| record.owner);
-        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
+        self.context.servers.look_for(owners, &self.context.store).await?;
         for record in &records {
             let is_begun =
                 matches!(record.snapshot.status, SnapshotStatus::Creating | SnapshotStatus::Destroying);
-            let in_progress =
-                !self.is_mine_to_change(record.owner) || self.is_changing(record.snapshot.workspace_id);
+            let in_progress = !self.context.is_mine_to_change(record.owner)
+                || self.is_changing(record.snapshot.workspace_id);
             if is_begun && !in_progress {
                 tracing::info!(snapshot = %record.snapshot.id, "a copy that was interrupted is removed");
-                self.discard_snapshot(record).await?;
+                self.snapshots.discard(record).await?;
             }
             // A server was killed while it set this aside.
             let snapshot = &record.snapshot;
             if snapshot.status == SnapshotStatus::Quarantined
                 && snapshot.size_bytes.is_none()
                 && let Err(error) =
-                    self.quarantine_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await
+                    self.quarantine.add_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await
             {
                 tracing::warn!(snapshot = %snapshot.id, %error, "files can't be set aside; it will be tried again");
             }
@@ -202,48 +231,48 @@ impl Workspaces {
             }
         }
         for (id, provider) in orphans {
-            if let Err(error) = self.quarantine_copy(provider, id).await {
+            if let Err(error) = self.quarantine.add_copy(provider, id).await {
                 tracing::warn!(snapshot = %id, %error, "a copy can't be set aside; it will be tried again");
             }
         }
         Ok(())
     }
 
-    async fn carry_out(self: &Arc<Self>, step: Step) -> Result<(), ErrorDetail> {
+    async fn carry_out(&self, step: Step) -> Result<()> {
         tracing::info!(?step, "recovering");
         metrics::counter!("emergent_recovery_steps_total").increment(1);
         match step {
             Step::Abandon(id) => {
                 use WorkspaceStatus::{Creating, Destroying};
                 // Written down first: a server that was only slow, and not dead, is then told so.
-                self.store.transition(id, &[Creating], Destroying).await.map_err(error_of)?;
-                self.finish_destroy(id).await
+                self.context.store.transition(id, &[Creating], Destroying).await?;
+                self.lifecycle.finish_destroy(id).await
             }
             Step::Stop(id) => {
                 use WorkspaceStatus::{Stopped, Stopping};
-                self.store.transition(id, &[Stopping, Stopped], Stopping).await.map_err(error_of)?;
-                self.finish_stop(id).await.map(drop)
+                self.context.store.transition(id, &[Stopping, Stopped], Stopping).await?;
+                self.lifecycle.finish_stop(id).await.map(drop)
             }
             Step::Destroy(id) => {
                 let all = WorkspaceStatus::ALL;
-                self.store.transition(id, all, WorkspaceStatus::Destroying).await.map_err(error_of)?;
-                self.finish_destroy(id).await
+                self.context.store.transition(id, all, WorkspaceStatus::Destroying).await?;
+                self.lifecycle.finish_destroy(id).await
             }
-            Step::Examine(id) => self.examine(id).await,
-            Step::Reap(provider, id) => self.provider(provider)?.destroy(id).await.map_err(ErrorDetail::from),
-            Step::Quarantine(provider, id) => self.quarantine_sandbox(provider, id).await,
+            Step::Examine(id) => self.connections.examine(id).await,
+            Step::Reap(provider, id) => Ok(self.context.provider(provider)?.destroy(id).await?),
+            Step::Quarantine(provider, id) => self.quarantine.add_sandbox(provider, id).await,
         }
     }
 
     /// Whether a request of this process is changing the workspace.
     fn is_changing(&self, id: WorkspaceId) -> bool {
-        let live = self.live_map().get(&id).cloned();
+        let live = self.context.known_live(id);
         live.is_some_and(|live| live.changing.try_lock().is_err())
     }
 
     /// Whether this process has a channel to the workspace.
-    fn is_reached(&self, id: WorkspaceId) -> bool {
-        let live = self.live_map().get(&id).cloned();
+    fn is_connected(&self, id: WorkspaceId) -> bool {
+        let live = self.context.known_live(id);
         live.is_some_and(|live| live.connection().is_some())
     }
 }
@@ -264,7 +293,7 @@ mod tests {
 
     fn row(status: WorkspaceStatus) -> Row {
         let provider = Some(ProviderName::Gvisor);
-        Row { id: WorkspaceId::generate(), status, provider, in_progress: false, is_reached: true }
+        Row { id: WorkspaceId::generate(), status, provider, in_progress: false, is_connected: true }
     }
 
     fn seen(id: WorkspaceId, state: ObservedState) -> HashMap<ProviderName, Vec<Observed>> {
@@ -324,7 +353,7 @@ mod tests {
             assert_eq!(plan(&[failed], &HashSet::new(), &seen(failed.id, state)), [Step::Examine(failed.id)]);
         }
         assert!(plan(&[failed], &HashSet::new(), &seen(failed.id, ObservedState::Remains)).is_empty());
-        let ready = Row { is_reached: false, ..row(WorkspaceStatus::Ready) };
+        let ready = Row { is_connected: false, ..row(WorkspaceStatus::Ready) };
         let seen = seen(ready.id, ObservedState::Running);
         assert_eq!(plan(&[ready], &HashSet::new(), &seen), [Step::Examine(ready.id)]);
     }

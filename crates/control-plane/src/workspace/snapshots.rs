@@ -11,42 +11,42 @@ use emergent_failpoint::failpoint;
 use emergent_store::{NewSnapshot, SnapshotRecord, StoreError};
 use emergent_wire::snapshot::{CreateSnapshot, Snapshot, SnapshotStatus};
 use emergent_wire::workspace::WorkspaceStatus;
-use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, Valid, WorkspaceId};
+use emergent_wire::{SnapshotId, Valid, WorkspaceId};
 
-use super::{Workspaces, error_of, wrong_state};
+use super::context::Context;
+use super::disk_space::DiskSpace;
+use super::error::{Result, SnapshotError, WorkspaceError};
 
-impl Workspaces {
+/// Makes and removes snapshots.
+pub(crate) struct Snapshots {
+    context: Arc<Context>,
+    disk_space: Arc<DiskSpace>,
+}
+
+impl Snapshots {
+    pub(super) fn new(context: &Arc<Context>, disk_space: &Arc<DiskSpace>) -> Arc<Self> {
+        Arc::new(Self { context: Arc::clone(context), disk_space: Arc::clone(disk_space) })
+    }
+
     /// Copies a workspace's files.
-    pub(crate) async fn snapshot(
-        self: &Arc<Self>,
-        id: WorkspaceId,
-        request: Valid<CreateSnapshot>,
-    ) -> Result<Snapshot, ErrorDetail> {
+    pub(crate) async fn create(&self, id: WorkspaceId, request: Valid<CreateSnapshot>) -> Result<Snapshot> {
         let request = request.into_inner();
         // Before anything is remembered of an id that may be nobody's.
-        self.store.workspace(id).await.map_err(error_of)?;
-        let live = self.live(id);
+        self.context.store.workspace(id).await?;
+        let live = self.context.live(id);
         let _changing = live.changing.lock().await;
-        let record = self.store.workspace_record(id).await.map_err(error_of)?;
+        let record = self.context.store.workspace_record(id).await?;
         match record.workspace.status {
             WorkspaceStatus::Ready | WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}
-            status => return Err(wrong_state(id, status)),
+            status => return Err(WorkspaceError::WrongState { id, status }),
         }
-        self.refuse_if_disk_is_full()?;
-        let provider = self.provider_of(&record)?;
+        self.disk_space.refuse_if_full()?;
+        let provider = self.context.provider_of(&record)?;
         if !provider.capabilities().snapshots {
-            let message = format!(
-                "{} can't copy workspaces here: its disks are ordinary volumes (see GET …/providers)",
-                provider.name()
-            );
-            return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+            return Err(SnapshotError::NotSupported(provider.name()).into());
         }
         if request.memory && !provider.capabilities().memory_snapshots {
-            let message = format!(
-                "{} can't copy the memory of workspaces (see GET …/providers): leave `memory` out to copy the files",
-                provider.name()
-            );
-            return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+            return Err(SnapshotError::NoMemory(provider.name()).into());
         }
         let new = NewSnapshot {
             id: SnapshotId::generate(),
@@ -57,9 +57,9 @@ impl Workspaces {
             network: record.network,
             limits: record.workspace.resource_limits,
             memory: request.memory,
-            created_at: self.clock.now(),
+            created_at: self.context.clock.now(),
         };
-        self.store.insert_snapshot(&new).await.map_err(error_of)?;
+        self.context.store.insert_snapshot(&new).await?;
         failpoint!("snapshot.row_written");
         if new.memory {
             // Its connections are reset: the next call waits for the copy, and opens a new one.
@@ -67,17 +67,17 @@ impl Workspaces {
         }
         match provider.snapshot(id, new.id, new.memory).await {
             Ok(size) => {
-                let snapshot = self.store.snapshot_is_ready(new.id, size).await.map_err(error_of)?;
+                let snapshot = self.context.store.snapshot_is_ready(new.id, size).await?;
                 failpoint!("snapshot.ready");
                 tracing::info!(workspace = %id, snapshot = %new.id, size, "copied");
                 Ok(snapshot)
             }
             Err(error) => {
-                let discarded = match self.store.snapshot(new.id).await {
-                    Ok(record) => self.discard_snapshot(&record).await,
+                let discarded = match self.context.store.snapshot(new.id).await {
+                    Ok(record) => self.discard(&record).await,
                     // Recovery was faster.
                     Err(StoreError::NotFound { .. }) => Ok(()),
-                    Err(problem) => Err(error_of(problem)),
+                    Err(problem) => Err(problem.into()),
                 };
                 if let Err(problem) = discarded {
                     tracing::warn!(snapshot = %new.id, %problem, "a failed copy is left to recovery");
@@ -88,34 +88,31 @@ impl Workspaces {
     }
 
     /// Removes a snapshot.
-    pub(crate) async fn delete_snapshot(self: &Arc<Self>, id: SnapshotId) -> Result<(), ErrorDetail> {
+    pub(crate) async fn delete(&self, id: SnapshotId) -> Result<()> {
         self.disk_space.make_room_for_database();
-        let record = self.store.snapshot(id).await.map_err(error_of)?;
+        let record = self.context.store.snapshot(id).await?;
         match record.snapshot.status {
-            SnapshotStatus::Ready | SnapshotStatus::Quarantined => self.discard_snapshot(&record).await,
-            SnapshotStatus::Creating => {
-                let message = format!("snapshot {id} is being made: wait until it is ready");
-                Err(ErrorDetail::new(ErrorCode::WrongState, message))
-            }
+            SnapshotStatus::Ready | SnapshotStatus::Quarantined => self.discard(&record).await,
+            SnapshotStatus::Creating => Err(SnapshotError::InProgress(id).into()),
             // Another request, or recovery, is at it.
             SnapshotStatus::Destroying => Ok(()),
         }
     }
 
     /// Removes a snapshot, whole or not, that nobody else is working on.
-    pub(super) async fn discard_snapshot(&self, record: &SnapshotRecord) -> Result<(), ErrorDetail> {
+    pub(super) async fn discard(&self, record: &SnapshotRecord) -> Result<()> {
         let id = record.snapshot.id;
-        if !self.store.withdraw_snapshot(id, record.owner).await.map_err(error_of)? {
+        if !self.context.store.withdraw_snapshot(id, record.owner).await? {
             return Ok(());
         }
         failpoint!("snapshot.withdrawn");
-        let provider = self.provider(record.snapshot.provider)?;
+        let provider = self.context.provider(record.snapshot.provider)?;
         if record.snapshot.status == SnapshotStatus::Creating {
             provider.go_on(record.snapshot.workspace_id).await?;
         }
         provider.remove_snapshot(id).await?;
         failpoint!("snapshot.removed");
-        self.store.delete_snapshot(id).await.map_err(error_of)?;
+        self.context.store.delete_snapshot(id).await?;
         failpoint!("snapshot.row_deleted");
         Ok(())
     }

@@ -8,12 +8,16 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_failpoint::failpoint;
+use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
-use emergent_wire::{ErrorDetail, WorkspaceId};
 use futures_util::StreamExt;
 
+use super::connections::Connections;
+use super::context::Context;
+use super::error::{Result, WorkspaceError};
+use super::lifecycle::Lifecycle;
 use super::live::{InUse, Live, SandboxConnection};
-use super::{Workspaces, error_of, usage};
+use super::usage;
 
 /// How often uses are written down that were not yet.
 pub(crate) const WRITE_USES_EVERY: Duration = Duration::from_secs(10);
@@ -24,118 +28,131 @@ const AT_ONCE: usize = 4;
 /// Another server may know of a use for this long before it writes it down.
 const OTHERS_MAY_KNOW: TimeDelta = TimeDelta::seconds(15);
 
-/// What the sweep wants with a workspace.
+/// What the sweep does with a workspace.
 #[derive(Clone, Copy, Debug)]
-enum Wish {
+enum Action {
     /// Its time is over.
     Expire,
     /// It was not used since.
     StopUnusedSince(DateTime<Utc>),
 }
 
-impl Workspaces {
-    /// Writes down the uses that were not yet: of workspaces with calls in progress, that is now.
-    pub(crate) async fn write_uses(&self) {
-        let now = self.clock.now();
-        let known: Vec<(WorkspaceId, Arc<Live>)> =
-            self.live_map().iter().map(|(id, live)| (*id, Arc::clone(live))).collect();
-        for (id, live) in known {
-            self.write_use(id, live.unwritten_use(now)).await;
-        }
+/// Ends workspaces whose time is over.
+pub(crate) struct Sweeper {
+    context: Arc<Context>,
+    connections: Arc<Connections>,
+    lifecycle: Arc<Lifecycle>,
+}
+
+impl Sweeper {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        connections: &Arc<Connections>,
+        lifecycle: &Arc<Lifecycle>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            context: Arc::clone(context),
+            connections: Arc::clone(connections),
+            lifecycle: Arc::clone(lifecycle),
+        })
     }
 
-    pub(super) async fn write_use(&self, id: WorkspaceId, used: Option<DateTime<Utc>>) {
-        if let Some(at) = used
-            && let Err(error) = self.store.touch(id, at).await
-        {
-            tracing::debug!(workspace = %id, %error, "a use could not be noted");
+    /// Writes down the uses that were not yet: of workspaces with calls in progress, that is now.
+    pub(crate) async fn write_uses(&self) {
+        let now = self.context.clock.now();
+        for (id, live) in self.context.all_live() {
+            self.context.write_use(id, live.unwritten_use(now)).await;
         }
     }
 
     /// One pass over the workspaces whose time is over.
     pub(crate) async fn sweep_expired(self: &Arc<Self>) {
         let now = self.latest_unknown_use();
-        match self.store.expired(now, AT_MOST).await {
-            Ok(ids) => self.sweep(ids, Wish::Expire).await,
-            Err(error) => tracing::warn!(error = %error_of(error), "expired workspaces can't be looked up"),
+        match self.context.store.expired(now, AT_MOST).await {
+            Ok(ids) => self.sweep(ids, Action::Expire).await,
+            Err(error) => tracing::warn!(error = %error, "expired workspaces can't be looked up"),
         }
     }
 
     /// One pass over the workspaces that nobody uses, where the settings want them stopped.
     pub(crate) async fn sweep_idle(self: &Arc<Self>) {
-        let Some(seconds) = self.settings.workspaces.idle_stop_seconds else {
+        let Some(seconds) = self.context.settings.workspaces.idle_stop_seconds else {
             return;
         };
         let Some(idle) = i64::try_from(seconds).ok().and_then(TimeDelta::try_seconds) else {
             return;
         };
         let before = self.latest_unknown_use() - idle;
-        match self.store.unused_since(before, AT_MOST).await {
-            Ok(ids) => self.sweep(ids, Wish::StopUnusedSince(before)).await,
-            Err(error) => tracing::warn!(error = %error_of(error), "idle workspaces can't be looked up"),
+        match self.context.store.unused_since(before, AT_MOST).await {
+            Ok(ids) => self.sweep(ids, Action::StopUnusedSince(before)).await,
+            Err(error) => tracing::warn!(error = %error, "idle workspaces can't be looked up"),
         }
     }
 
     /// Uses before this are all in the store.
     fn latest_unknown_use(&self) -> DateTime<Utc> {
-        let now = self.clock.now();
-        if self.store.is_shared() { now - OTHERS_MAY_KNOW } else { now }
+        let now = self.context.clock.now();
+        if self.context.store.is_shared() { now - OTHERS_MAY_KNOW } else { now }
     }
 
-    async fn sweep(self: &Arc<Self>, ids: Vec<WorkspaceId>, wish: Wish) {
+    async fn sweep(self: &Arc<Self>, ids: Vec<WorkspaceId>, action: Action) {
         futures_util::stream::iter(ids)
             .for_each_concurrent(AT_ONCE, |id| async move {
-                if let Err(error) = self.sweep_one(id, wish).await {
-                    tracing::warn!(workspace = %id, ?wish, %error, "the sweep failed; it will be tried again");
+                if let Err(error) = self.sweep_one(id, action).await {
+                    tracing::warn!(workspace = %id, ?action, %error, "the sweep failed; it will be tried again");
                 }
             })
             .await;
     }
 
-    async fn sweep_one(self: &Arc<Self>, id: WorkspaceId, wish: Wish) -> Result<(), ErrorDetail> {
+    async fn sweep_one(self: &Arc<Self>, id: WorkspaceId, action: Action) -> Result<()> {
         failpoint!("sweep.found");
-        let live = self.live(id);
+        let live = self.context.live(id);
         {
             // Somebody who is changing it is using it.
             let Ok(_changing) = live.changing.try_lock() else {
                 return Ok(());
             };
-            let now = self.clock.now();
-            self.write_use(id, live.unwritten_use(now)).await;
+            let now = self.context.clock.now();
+            self.context.write_use(id, live.unwritten_use(now)).await;
             let connection = match live.close_if_idle() {
                 Ok(connection) => connection,
                 Err(InUse) => return Ok(()),
             };
             if self.runs_commands(id, connection.as_ref()).await {
-                self.write_use(id, Some(now)).await;
+                self.context.write_use(id, Some(now)).await;
                 restore(&live, connection);
                 return Ok(());
             }
-            let begun = match wish {
-                Wish::Expire => self.store.expire(id, self.latest_unknown_use()).await,
-                Wish::StopUnusedSince(before) => self.store.stop_if_unused(id, before).await,
+            let begun = match action {
+                Action::Expire => self.context.store.expire(id, self.latest_unknown_use()).await,
+                Action::StopUnusedSince(before) => self.context.store.stop_if_unused(id, before).await,
             };
             match begun {
                 Ok(true) => {}
                 result => {
                     restore(&live, connection);
-                    return result.map(drop).map_err(error_of);
+                    return result.map(drop).map_err(WorkspaceError::from);
                 }
             }
         }
         failpoint!("sweep.row_written");
-        match wish {
-            Wish::Expire => {
+        match action {
+            Action::Expire => {
                 tracing::info!(workspace = %id, "the workspace's time is over: it is removed");
                 metrics::counter!("emergent_expired_total").increment(1);
-                self.events.workspace(EventKind::WorkspaceExpired, id, "its time is over: it is removed");
-                self.finish_destroy(id).await
+                self.context.events.workspace(
+                    EventKind::WorkspaceExpired,
+                    id,
+                    "its time is over: it is removed",
+                );
+                self.lifecycle.finish_destroy(id).await
             }
-            Wish::StopUnusedSince(_) => {
+            Action::StopUnusedSince(_) => {
                 tracing::info!(workspace = %id, "nobody uses the workspace: it is stopped");
                 metrics::counter!("emergent_idle_stops_total").increment(1);
-                self.events.workspace(EventKind::WorkspaceIdle, id, "nobody uses it: it is stopped");
-                self.finish_stop(id).await.map(drop)
+                self.context.events.workspace(EventKind::WorkspaceIdle, id, "nobody uses it: it is stopped");
+                self.lifecycle.finish_stop(id).await.map(drop)
             }
         }
     }
@@ -144,7 +161,7 @@ impl Workspaces {
     async fn runs_commands(&self, id: WorkspaceId, connection: Option<&SandboxConnection>) -> bool {
         let channel = match connection {
             Some(connection) => connection.channel.clone(),
-            None => match self.open_channel_of(id).await {
+            None => match self.connections.open_channel_of(id).await {
                 Some(channel) => channel,
                 None => return false,
             },

@@ -11,7 +11,7 @@ use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{ResourceLimits, Usage};
 use futures_util::StreamExt;
 
-use super::Workspaces;
+use super::context::Context;
 use super::live::Live;
 
 /// How often every workspace that runs is looked at.
@@ -73,14 +73,21 @@ impl Alerts {
     }
 }
 
-impl Workspaces {
+/// Measures the usage of all workspaces.
+pub(crate) struct UsageMonitor {
+    context: Arc<Context>,
+}
+
+impl UsageMonitor {
+    pub(super) fn new(context: &Arc<Context>) -> Arc<Self> {
+        Arc::new(Self { context: Arc::clone(context) })
+    }
+
     /// Looks at all workspaces that this server has a channel to.
     pub(crate) async fn measure_all(self: &Arc<Self>) {
-        let known: Vec<(WorkspaceId, Arc<Live>)> =
-            self.live_map().iter().map(|(id, live)| (*id, Arc::clone(live))).collect();
-        futures_util::stream::iter(known)
+        futures_util::stream::iter(self.context.all_live())
             .for_each_concurrent(AT_ONCE, |(id, live)| async move {
-                let Ok(record) = self.store.workspace(id).await else {
+                let Ok(record) = self.context.store.workspace(id).await else {
                     return;
                 };
                 let Some(usage) = self.measure(&live, &record.resource_limits).await else {
@@ -102,10 +109,10 @@ impl Workspaces {
             tracing::warn!(workspace = %id, resource, percent, "a workspace is near its limit");
             metrics::counter!("emergent_usage_alerts_total", "resource" => resource).increment(1);
             let message = format!("{resource} is at {percent} % of its limit");
-            self.events.workspace(EventKind::UsageHigh, id, message);
+            self.context.events.workspace(EventKind::UsageHigh, id, message);
         } else {
             let message = format!("{resource} is at {percent} % of its limit again");
-            self.events.workspace(EventKind::UsageNormal, id, message);
+            self.context.events.workspace(EventKind::UsageNormal, id, message);
         }
     }
 
@@ -141,10 +148,10 @@ impl Workspaces {
     }
 
     /// What was measured last, as lines of metrics: not through the recorder, which never forgets a workspace.
-    pub(crate) fn usage_metrics(&self) -> String {
+    pub(crate) fn metrics(&self) -> String {
         use std::fmt::Write;
         let mut text = String::new();
-        for (id, live) in self.live_map().iter() {
+        for (id, live) in self.context.live_map().iter() {
             let measured = live.measured.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(usage) = &measured.last else {
                 continue;

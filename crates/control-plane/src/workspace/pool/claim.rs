@@ -4,14 +4,14 @@ use std::sync::atomic::Ordering;
 
 use emergent_providers::SharedProvider;
 use emergent_store::{Claim, NewWorkspace, Shape, Spare, StoreError};
+use emergent_wire::WorkspaceId;
 use emergent_wire::pool::SpareStatus;
 use emergent_wire::workspace::{Placement, Workspace};
-use emergent_wire::{ErrorDetail, WorkspaceId};
 use serde_json::json;
 
-use super::OpenSpare;
+use super::{OpenSpare, Pool};
+use crate::workspace::error::Result;
 use crate::workspace::live::SandboxConnection;
-use crate::workspace::{Workspaces, error_of};
 
 /// A spare that is a workspace's by now; its sandbox is not yet told.
 pub(crate) struct Claimed {
@@ -52,7 +52,7 @@ impl Miss {
     }
 }
 
-impl Workspaces {
+impl Pool {
     /// Makes a spare the sandbox of a new workspace, if one fits. `new` is asked for the row, as the workspace gets the
     /// spare's id.
     pub(crate) async fn claim(
@@ -61,12 +61,12 @@ impl Workspaces {
         shape: &Shape,
         placement: &Placement,
         new: impl Fn(WorkspaceId) -> NewWorkspace,
-    ) -> Result<Result<Claimed, Miss>, ErrorDetail> {
-        if self.hopeless(shape).is_some() {
+    ) -> Result<std::result::Result<Claimed, Miss>> {
+        if self.miss_reason(shape).is_some() {
             // Spares of before a restart, or of another server, may wait that no channel is open to yet.
             self.adopt_for(shape).await?;
         }
-        if let Some(miss) = self.hopeless(shape) {
+        if let Some(miss) = self.miss_reason(shape) {
             return Ok(Err(miss));
         }
         let digest = match provider.image_digest(&shape.image).await {
@@ -87,10 +87,10 @@ impl Workspaces {
             if !open.warnings.is_empty() {
                 row.metadata.insert("warnings".to_owned(), json!(open.warnings));
             }
-            let limit = Some(self.settings.workspaces.max_concurrent);
-            match self.store.claim_spare(row, &claim, limit).await {
+            let limit = Some(self.context.settings.workspaces.max_concurrent);
+            match self.context.store.claim_spare(row, &claim, limit).await {
                 Ok(Some(workspace)) => {
-                    self.pool.changed.notify_one();
+                    self.changed.notify_one();
                     return Ok(Ok(Claimed { workspace, connection: open.connection }));
                 }
                 // Claimed or withdrawn by somebody else.
@@ -98,23 +98,23 @@ impl Workspaces {
                 Err(error) => {
                     let is_full = matches!(error, StoreError::LimitReached { .. });
                     if is_full {
-                        self.pool.open().insert(open.spare.id, open);
+                        self.open().insert(open.spare.id, open);
                     }
-                    return Err(error_of(error));
+                    return Err(error.into());
                 }
             }
         }
-        self.pool.changed.notify_one();
+        self.changed.notify_one();
         Ok(Err(miss))
     }
 
     /// Opens a channel to a spare that fits, if there is one.
-    async fn adopt_for(&self, shape: &Shape) -> Result<(), ErrorDetail> {
-        let spares = self.store.spares().await.map_err(error_of)?;
+    async fn adopt_for(&self, shape: &Shape) -> Result<()> {
+        let spares = self.context.store.spares().await?;
         let is_ready = |spare: &&Spare| spare.status == SpareStatus::Ready && spare.shape == *shape;
         for spare in spares.iter().filter(is_ready) {
             self.adopt_spares(std::slice::from_ref(spare)).await;
-            if self.pool.has_channel(spare.id) {
+            if self.has_channel(spare.id) {
                 break;
             }
         }
@@ -122,10 +122,10 @@ impl Workspaces {
     }
 
     /// Why no spare can fit, if none can.
-    fn hopeless(&self, shape: &Shape) -> Option<Miss> {
-        let open = self.pool.open();
+    fn miss_reason(&self, shape: &Shape) -> Option<Miss> {
+        let open = self.open();
         if open.is_empty() {
-            let is_on = self.pool.is_on.load(Ordering::Relaxed);
+            let is_on = self.is_on.load(Ordering::Relaxed);
             return Some(if is_on { Miss::Empty } else { Miss::Off });
         }
         if open.values().any(|open| open.spare.shape == *shape) {
@@ -138,7 +138,7 @@ impl Workspaces {
 
     /// Takes the oldest spare that fits and whose channel is open, so that no other request of this process tries it.
     fn take_open(&self, shape: &Shape, digest: &str, miss: &mut Miss) -> Option<OpenSpare> {
-        let mut open = self.pool.open();
+        let mut open = self.open();
         let fits = |open: &&OpenSpare| open.spare.shape == *shape && !open.connection.channel.is_closed();
         if open.values().filter(fits).any(|open| open.spare.image_digest != digest) {
             *miss = Miss::StaleImage;

@@ -6,7 +6,7 @@
 //! claim:    'ready' spare ─▶ a workspace's row with its id, in one transaction ─▶ bound to it ─▶ 'ready' workspace
 //! ```
 //!
-//! [`maintain`](Workspaces::maintain_pool) takes no input and converges, so it runs at start, after each claim, after
+//! [`maintain`](Pool::maintain) takes no input and converges, so it runs at start, after each claim, after
 //! each change of the target, and from time to time. A spare is only handed out over a channel that this process has
 //! open, after its agent has answered.
 
@@ -23,18 +23,20 @@ use emergent_guest_protocol::Configuration;
 use emergent_providers::{ProviderError, SandboxSpec};
 use emergent_store::{Shape, Spare};
 use emergent_wire::event::{Event, EventKind};
-use emergent_wire::id::ServerId;
 use emergent_wire::pool::{PoolStatus, PoolTarget, ShapeStatus, SpareStatus};
 use emergent_wire::workspace::{
     ContainerType, NetworkMode, ProviderChoice, ProviderName, ResourceLimits, SecurityLevel,
 };
-use emergent_wire::{ErrorDetail, Valid, WorkspaceId};
+use emergent_wire::{Valid, WorkspaceId};
 use futures_util::StreamExt;
 use tokio::sync::{Notify, RwLock};
 
+use super::context::Context;
+use super::error::Result;
+use super::health::ProviderHealth;
 use super::live::SandboxConnection;
 use super::placement::{self, Wish};
-use super::{Workspaces, error_of};
+
 use plan::Wanted;
 
 pub(crate) use claim::{Claimed, Miss};
@@ -54,9 +56,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(120);
 /// Where a target that was set at run time is kept.
 const SETTING: &str = "pool";
 
-/// What this process knows of the pool.
-#[derive(Default)]
+/// The warm pool.
 pub(crate) struct Pool {
+    context: Arc<Context>,
+    health: Arc<ProviderHealth>,
     /// Spares that can be handed out.
     open: Mutex<HashMap<WorkspaceId, OpenSpare>>,
     /// Shapes that can't be made now.
@@ -97,6 +100,19 @@ struct Resolved {
 }
 
 impl Pool {
+    pub(super) fn new(context: &Arc<Context>, health: &Arc<ProviderHealth>) -> Arc<Self> {
+        Arc::new(Self {
+            context: Arc::clone(context),
+            health: Arc::clone(health),
+            open: Mutex::default(),
+            failing: Mutex::default(),
+            changed: Notify::new(),
+            is_on: AtomicBool::default(),
+            passing: tokio::sync::Mutex::default(),
+            target_revision: RwLock::default(),
+        })
+    }
+
     fn open(&self) -> MutexGuard<'_, HashMap<WorkspaceId, OpenSpare>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -113,12 +129,10 @@ impl Pool {
     fn has_channel(&self, id: WorkspaceId) -> bool {
         self.open().get(&id).is_some_and(|open| !open.connection.channel.is_closed())
     }
-}
 
-impl Workspaces {
     /// What the pool shall hold, and whether that was set at run time.
-    async fn pool_target(&self) -> Result<(PoolTarget, bool), ErrorDetail> {
-        let text = self.store.setting(SETTING).await.map_err(error_of)?.unwrap_or_default();
+    async fn target(&self) -> Result<(PoolTarget, bool)> {
+        let text = self.context.store.setting(SETTING).await?.unwrap_or_default();
         if text.is_empty() {
             return Ok((self.configured_target(), false));
         }
@@ -131,35 +145,35 @@ impl Workspaces {
 
     /// What this server's configuration asks for, and those of the providers' hosts.
     fn configured_target(&self) -> PoolTarget {
-        let mut target = self.settings.pool.target();
+        let mut target = self.context.settings.pool.target();
         target.shapes.extend(self.health.wanted_spares());
         target
     }
 
     /// Sets what the pool shall hold, until it is set again or reset (none: the configuration holds again).
-    pub(crate) async fn set_pool_target(&self, target: Option<Valid<PoolTarget>>) -> Result<(), ErrorDetail> {
+    pub(crate) async fn set_target(&self, target: Option<Valid<PoolTarget>>) -> Result<()> {
         let text = match target {
             None => String::new(),
             Some(target) => serde_json::to_string(&*target).unwrap_or_default(),
         };
-        let mut revision = self.pool.target_revision.write().await;
-        self.store.put_setting(SETTING, &text).await.map_err(error_of)?;
+        let mut revision = self.target_revision.write().await;
+        self.context.store.put_setting(SETTING, &text).await?;
         *revision += 1;
         drop(revision);
-        self.pool.failing().clear();
-        self.pool.changed.notify_one();
+        self.failing().clear();
+        self.changed.notify_one();
         Ok(())
     }
 
     /// Fills in what the target leaves open. Two kinds that come out the same are one.
     fn resolve(&self, target: &PoolTarget) -> Vec<Resolved> {
-        let settings = &self.settings.workspaces;
+        let settings = &self.context.settings.workspaces;
         let mut all: Vec<Resolved> = Vec::new();
         for wanted in &target.shapes {
             let image = wanted.image.clone().unwrap_or_else(|| settings.default_image.clone());
             let network = wanted.network.unwrap_or(NetworkMode::Nat);
             let limits = wanted.resource_limits.unwrap_or_default().or(settings.default_limits());
-            let provider = self.pool_provider(wanted.provider.unwrap_or(ProviderChoice::Auto));
+            let provider = self.provider_for(wanted.provider.unwrap_or(ProviderChoice::Auto));
             let shape = provider.map(|provider| Shape { provider, image: image.clone(), network, limits });
             match all.iter_mut().find(|known| known.shape.is_ok() && known.shape == shape) {
                 Some(known) => known.size += wanted.size,
@@ -170,40 +184,40 @@ impl Workspaces {
     }
 
     /// The provider that a request without further wishes would get.
-    fn pool_provider(&self, provider: ProviderChoice) -> Result<ProviderName, String> {
+    fn provider_for(&self, provider: ProviderChoice) -> Result<ProviderName, String> {
         let wish = Wish {
             container_type: ContainerType::AgentWorkspace,
             provider,
-            deployment: self.settings.workspaces.deployment_mode,
+            deployment: self.context.settings.workspaces.deployment_mode,
             security: SecurityLevel::Standard,
         };
-        let plan = placement::plan(wish, &self.known_providers()).map_err(|error| error.message)?;
+        let plan = placement::plan(wish, &self.health.known()).map_err(|error| error.to_string())?;
         let first = plan.candidates.first().ok_or("no provider can be used")?;
         Ok(first.provider)
     }
 
     /// One pass: makes the pool what it shall be. What fails is logged and tried again by the next.
-    pub(crate) async fn maintain_pool(self: &Arc<Self>) {
-        let _one = self.pool.passing.lock().await;
+    pub(crate) async fn maintain(&self) {
+        let _one = self.passing.lock().await;
         if let Err(error) = self.try_maintain().await {
             tracing::warn!(%error, "the pool can't be looked after; it will be tried again");
         }
     }
 
-    async fn try_maintain(self: &Arc<Self>) -> Result<(), ErrorDetail> {
-        let revision = *self.pool.target_revision.read().await;
-        let (target, _) = self.pool_target().await?;
+    async fn try_maintain(&self) -> Result<()> {
+        let revision = *self.target_revision.read().await;
+        let (target, _) = self.target().await?;
         let is_on = target.shapes.iter().any(|shape| shape.size > 0);
-        self.pool.is_on.store(is_on, Ordering::Relaxed);
+        self.is_on.store(is_on, Ordering::Relaxed);
         let wanted = self.wanted(&target).await;
-        let spares = self.store.spares().await.map_err(error_of)?;
+        let spares = self.context.store.spares().await?;
         let owners = spares.iter().map(|spare| spare.owner);
-        self.servers.look_for(owners, &self.store).await.map_err(error_of)?;
+        self.context.servers.look_for(owners, &self.context.store).await?;
         self.forget_spares(&spares);
         let dead = self.adopt_spares(&spares).await;
         let steps = {
             // Passes don't overlap: what this server was making or removing before this one, it is not any more.
-            let is_free = |spare: &Spare| self.is_mine_to_change(spare.owner);
+            let is_free = |spare: &Spare| self.context.is_mine_to_change(spare.owner);
             plan::plan(&wanted, &spares, |id| dead.contains(&id), is_free)
         };
         tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill, revision));
@@ -218,9 +232,9 @@ impl Workspaces {
             let Ok(shape) = resolved.shape else {
                 continue;
             };
-            let digest = match self.provider(shape.provider) {
+            let digest = match self.context.provider(shape.provider) {
                 Ok(provider) => provider.image_digest(&shape.image).await.map_err(|error| error.to_string()),
-                Err(error) => Err(error.message),
+                Err(error) => Err(error.to_string()),
             };
             match digest {
                 Ok(digest) => all.push(Wanted { shape, digest, size: resolved.size }),
@@ -233,17 +247,17 @@ impl Workspaces {
     /// Drops the channels to spares that are none any more.
     fn forget_spares(&self, spares: &[Spare]) {
         let is_ready = |id| spares.iter().any(|spare| spare.id == id && spare.status == SpareStatus::Ready);
-        self.pool.open().retain(|id, _| is_ready(*id));
+        self.open().retain(|id, _| is_ready(*id));
     }
 
     /// Opens channels to the ready spares that this process has none to. Gives those that are dead.
     async fn adopt_spares(&self, spares: &[Spare]) -> Vec<WorkspaceId> {
         let mut dead = Vec::new();
         for spare in spares.iter().filter(|spare| spare.status == SpareStatus::Ready) {
-            if self.pool.has_channel(spare.id) {
+            if self.has_channel(spare.id) {
                 continue;
             }
-            let Ok(provider) = self.provider(spare.shape.provider) else {
+            let Ok(provider) = self.context.provider(spare.shape.provider) else {
                 continue;
             };
             // It has been told before; and by now it may be a workspace's, which must not be told anything else.
@@ -253,7 +267,7 @@ impl Workspaces {
                     let warnings = provider.warnings(&spec).await;
                     let connection = SandboxConnection { channel, provider: provider.name() };
                     let open = OpenSpare { spare: spare.clone(), connection, warnings };
-                    self.pool.open().insert(spare.id, open);
+                    self.open().insert(spare.id, open);
                     tracing::info!(spare = %spare.id, "a spare was adopted");
                 }
                 Err(ProviderError::Unavailable(problem)) => {
@@ -266,11 +280,6 @@ impl Workspaces {
             }
         }
         dead
-    }
-
-    /// Whether no other server that works is changing what `owner` owns.
-    pub(super) fn is_mine_to_change(&self, owner: Option<ServerId>) -> bool {
-        owner.is_none_or(|owner| owner == self.store.server() || !self.servers.is_alive(owner))
     }
 
     async fn withdraw_all(&self, spares: Vec<Spare>) {
@@ -290,15 +299,15 @@ impl Workspaces {
     }
 
     /// Removes a spare.
-    async fn withdraw(&self, spare: &Spare) -> Result<(), ErrorDetail> {
-        if !self.store.withdraw_spare(spare.id, spare.owner).await.map_err(error_of)? {
+    async fn withdraw(&self, spare: &Spare) -> Result<()> {
+        if !self.context.store.withdraw_spare(spare.id, spare.owner).await? {
             return Ok(());
         }
         failpoint!("withdraw.row_written");
-        self.pool.open().remove(&spare.id);
-        self.provider(spare.shape.provider)?.destroy(spare.id).await?;
+        self.open().remove(&spare.id);
+        self.context.provider(spare.shape.provider)?.destroy(spare.id).await?;
         failpoint!("withdraw.destroyed");
-        self.store.delete_spare(spare.id).await.map_err(error_of)?;
+        self.context.store.delete_spare(spare.id).await?;
         failpoint!("withdraw.row_deleted");
         tracing::info!(spare = %spare.id, "a spare was removed");
         Ok(())
@@ -306,34 +315,32 @@ impl Workspaces {
 
     /// Makes a spare, unless there are enough.
     async fn fill(&self, wanted: Wanted, target_revision: u64) {
-        if self.pool.is_paused(&wanted.shape) {
+        if self.is_paused(&wanted.shape) {
             return;
         }
         match self.try_fill(&wanted, target_revision).await {
             Ok(()) => {
-                self.pool.failing().remove(&wanted.shape);
+                self.failing().remove(&wanted.shape);
             }
-            Err(error) => self.note_failure(&wanted.shape, &error.message),
+            Err(error) => self.note_failure(&wanted.shape, &error.to_string()),
         }
     }
 
-    async fn try_fill(&self, wanted: &Wanted, target_revision: u64) -> Result<(), ErrorDetail> {
+    async fn try_fill(&self, wanted: &Wanted, target_revision: u64) -> Result<()> {
         let id = WorkspaceId::generate();
         let Wanted { shape, digest, size } = wanted;
-        let revision = self.pool.target_revision.read().await;
-        if *revision != target_revision
-            || !self.store.insert_spare(id, shape, digest, *size).await.map_err(error_of)?
-        {
+        let revision = self.target_revision.read().await;
+        if *revision != target_revision || !self.context.store.insert_spare(id, shape, digest, *size).await? {
             return Ok(());
         }
         drop(revision);
         failpoint!("fill.row_written");
-        let provider = self.provider(shape.provider)?;
+        let provider = self.context.provider(shape.provider)?;
         let sandbox = match provider.create(&self.spare_spec(id, shape)).await {
             Ok(sandbox) => sandbox,
             Err(error) => {
                 provider.destroy(id).await?;
-                self.store.delete_spare(id).await.map_err(error_of)?;
+                self.context.store.delete_spare(id).await?;
                 return Err(error.into());
             }
         };
@@ -345,13 +352,13 @@ impl Workspaces {
             image_digest: digest.clone(),
             status: SpareStatus::Ready,
             owner: None,
-            created_at: self.clock.now(),
+            created_at: self.context.clock.now(),
         };
         let connection = SandboxConnection { channel: sandbox.channel, provider: provider.name() };
         let open = OpenSpare { spare, connection, warnings: sandbox.warnings };
-        self.store.spare_is_ready(id).await.map_err(error_of)?;
+        self.context.store.spare_is_ready(id).await?;
         failpoint!("fill.ready");
-        self.pool.open().insert(id, open);
+        self.open().insert(id, open);
         tracing::info!(spare = %id, provider = %shape.provider, image = shape.image, "a spare is ready");
         Ok(())
     }
@@ -359,7 +366,7 @@ impl Workspaces {
     /// Nothing more of this kind is made for a while.
     fn note_failure(&self, shape: &Shape, problem: &str) {
         let is_new = {
-            let mut failing = self.pool.failing();
+            let mut failing = self.failing();
             let before = failing.get(shape);
             let pause = before.map_or(FIRST_PAUSE, |before| (before.pause * 2).min(LONGEST_PAUSE));
             let is_new = before.is_none_or(|before| before.problem != problem);
@@ -370,7 +377,7 @@ impl Workspaces {
         metrics::counter!("emergent_pool_failures_total").increment(1);
         if is_new {
             tracing::warn!(provider = %shape.provider, image = shape.image, problem, "spares can't be made");
-            self.events.tell(Event {
+            self.context.events.tell(Event {
                 at: chrono::Utc::now(),
                 kind: EventKind::PoolProblem,
                 workspace_id: None,
@@ -381,7 +388,7 @@ impl Workspaces {
     }
 
     async fn count_spares(&self) {
-        if let Ok(spares) = self.store.spares().await {
+        if let Ok(spares) = self.context.store.spares().await {
             for status in SpareStatus::ALL {
                 let count = spares.iter().filter(|spare| spare.status == *status).count();
                 #[allow(clippy::cast_precision_loss, reason = "a count of spares is small")]
@@ -391,10 +398,10 @@ impl Workspaces {
     }
 
     /// The pool as it stands.
-    pub(crate) async fn pool_status(&self) -> Result<PoolStatus, ErrorDetail> {
-        let (target, set_at_run_time) = self.pool_target().await?;
-        let spares = self.store.spares().await.map_err(error_of)?;
-        let failing = self.pool.failing().clone();
+    pub(crate) async fn status(&self) -> Result<PoolStatus> {
+        let (target, set_at_run_time) = self.target().await?;
+        let spares = self.context.store.spares().await?;
+        let failing = self.failing().clone();
         let mut matched = 0;
         let mut shapes = Vec::new();
         for resolved in self.resolve(&target) {
@@ -426,7 +433,7 @@ impl Workspaces {
 
     /// The sandbox of a spare. It belongs to nobody: no variables.
     fn spare_spec(&self, id: WorkspaceId, shape: &Shape) -> SandboxSpec {
-        let max_tasks = self.settings.workspaces.max_tasks;
+        let max_tasks = self.context.settings.workspaces.max_tasks;
         SandboxSpec {
             id,
             container_type: ContainerType::AgentWorkspace,

@@ -1,0 +1,130 @@
+//! Requests for a workspace, with all defaults filled in.
+
+use std::collections::BTreeMap;
+
+use chrono::{DateTime, Utc};
+use emergent_store::NewWorkspace;
+use emergent_wire::mcp::{self, McpConfig, RegisterMcpServer};
+use emergent_wire::snapshot::{FromSnapshot, Snapshot, SnapshotStatus};
+use emergent_wire::workspace::{
+    ContainerType, CreateWorkspace, Lifecycle, NetworkMode, ProviderChoice, SecurityLevel,
+};
+use emergent_wire::{Validate as _, WorkspaceId};
+
+use crate::config::WorkspaceSettings;
+use crate::workspace::error::{Result, SnapshotError, WorkspaceError};
+use crate::workspace::placement::Wish;
+
+/// A request with all defaults filled in.
+pub(super) struct Order {
+    pub(super) new: NewWorkspace,
+    pub(super) environment: BTreeMap<String, String>,
+    pub(super) wish: Wish,
+    /// Whether a spare may be its sandbox.
+    pub(super) may_be_warm: bool,
+}
+
+impl Order {
+    /// An agent's workspace.
+    pub(super) fn workspace(
+        request: CreateWorkspace,
+        settings: &WorkspaceSettings,
+        now: DateTime<Utc>,
+    ) -> Result<Self> {
+        let limits = request.resource_limits.unwrap_or_default().or(settings.default_limits());
+        limits.validate()?;
+        let container_type = request.container_type.unwrap_or(ContainerType::AgentWorkspace);
+        if container_type == ContainerType::McpServer {
+            return Err(WorkspaceError::CreatesMcpServer);
+        }
+        let deployment = request.deployment_mode.unwrap_or(settings.deployment_mode);
+        let wish = Wish {
+            container_type,
+            provider: request.provider.unwrap_or(ProviderChoice::Auto),
+            deployment,
+            security: request.security_level.unwrap_or(SecurityLevel::Standard),
+        };
+        let image = request.image.unwrap_or_else(|| settings.default_image.clone());
+        let new = NewWorkspace {
+            container_type,
+            repository_url: request.repository_url,
+            branch: request.branch,
+            deployment_mode: deployment,
+            lifecycle: Lifecycle::Ephemeral,
+            created_at: now,
+            ttl_seconds: Some(request.ttl_seconds.unwrap_or(settings.default_ttl_seconds)),
+            resource_limits: limits,
+            network: request.network.unwrap_or(NetworkMode::Nat),
+            ..NewWorkspace::agent(WorkspaceId::generate(), image)
+        };
+        let may_be_warm = request.warm_start.unwrap_or(true);
+        Ok(Self { new, environment: request.environment, wish, may_be_warm })
+    }
+
+    /// The sandbox of a hosted MCP server.
+    pub(super) fn mcp_server(
+        request: RegisterMcpServer,
+        settings: &WorkspaceSettings,
+        now: DateTime<Utc>,
+    ) -> Result<Self> {
+        let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
+        limits.validate()?;
+        let config = serde_json::to_value(McpConfig::from(&request)).map_err(WorkspaceError::Unwritable)?;
+        let wish = Wish {
+            container_type: ContainerType::McpServer,
+            provider: request.provider.unwrap_or(ProviderChoice::Auto),
+            deployment: settings.deployment_mode,
+            security: SecurityLevel::Standard,
+        };
+        let image = request.image.unwrap_or_else(|| settings.default_image.clone());
+        let new = NewWorkspace {
+            container_type: ContainerType::McpServer,
+            lifecycle: Lifecycle::Persistent,
+            deployment_mode: settings.deployment_mode,
+            created_at: now,
+            resource_limits: limits,
+            network: request.network.unwrap_or(NetworkMode::Nat),
+            name: Some(request.name),
+            mcp_config: Some(config),
+            ..NewWorkspace::agent(WorkspaceId::generate(), image)
+        };
+        Ok(Self { new, environment: request.environment, wish, may_be_warm: false })
+    }
+
+    /// A workspace that begins with the files of a snapshot.
+    pub(super) fn from_snapshot(
+        request: FromSnapshot,
+        snapshot: Snapshot,
+        settings: &WorkspaceSettings,
+        now: DateTime<Utc>,
+    ) -> Result<Self> {
+        if snapshot.status != SnapshotStatus::Ready {
+            return Err(SnapshotError::NotReady { id: snapshot.id, status: snapshot.status }.into());
+        }
+        let limits = request.resource_limits.unwrap_or_default().or(snapshot.resource_limits);
+        limits.validate()?;
+        if snapshot.memory && limits != snapshot.resource_limits {
+            return Err(SnapshotError::FixedLimits(snapshot.id).into());
+        }
+        let (requested, actual) = (limits.disk, snapshot.resource_limits.disk);
+        if requested < actual {
+            return Err(SnapshotError::SmallerDisk { requested, actual }.into());
+        }
+        let wish = Wish {
+            container_type: ContainerType::AgentWorkspace,
+            provider: snapshot.provider.into(),
+            deployment: settings.deployment_mode,
+            security: SecurityLevel::Standard,
+        };
+        let new = NewWorkspace {
+            deployment_mode: settings.deployment_mode,
+            created_at: now,
+            ttl_seconds: Some(request.ttl_seconds.unwrap_or(settings.default_ttl_seconds)),
+            resource_limits: limits,
+            network: request.network.unwrap_or(snapshot.network),
+            snapshot_id: Some(snapshot.id.to_string()),
+            ..NewWorkspace::agent(WorkspaceId::generate(), snapshot.image)
+        };
+        Ok(Self { new, environment: request.environment, wish, may_be_warm: false })
+    }
+}
