@@ -401,8 +401,7 @@ async fn killed_while_it_removes_what_has_expired() {
         let doomed = json!({ "ttl_seconds": 60, "network": "isolated", "provider": "docker" });
         world.server.create(doomed).await;
     }
-    // The shortest life there is.
-    tokio::time::sleep(Duration::from_secs(61)).await;
+    world.server.advance_clock(61);
     for step in EXPIRE {
         world.die_alone(step, ("WORKSPACE_SWEEP_EVERY_SECONDS", "1")).await;
     }

@@ -53,7 +53,7 @@ async fn a_request_id_finds_every_log_line_of_its_call() {
         .and_then(|line| line["spans"].as_array()?.iter().find(|span| span["name"] == "request"))
         .unwrap();
     assert_eq!(span["workspace"], id.as_str());
-    assert_eq!(span["principal"], "admin");
+    assert_eq!(span["principal"], "first-start");
 
     server.destroy(&id).await;
     let log = server.log();

@@ -155,17 +155,26 @@ async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
     let with_background = server.create(json!({})).await;
     let busy = server.create(json!({})).await;
     server.bash(&idle, "echo kept > file").await;
-    let operation = server.begin(&with_background, "sleep 25; echo done").await;
-    let running = server.tool(&busy, "bash", json!({ "command": "sleep 25; echo done" }));
-    let (answer, stopped) = tokio::join!(running, async {
-        tokio::task::block_in_place(|| events.until(&["workspace.idle", &idle]))
-    });
+    let wait = "touch begun; until [ -e end ]; do sleep 0.1; done; echo done";
+    let operation = server.begin(&with_background, wait).await;
+    let running = server.tool(&busy, "bash", json!({ "command": wait }));
+    let others = async {
+        server.bash(&busy, "until [ -e begun ]; do sleep 0.1; done").await;
+        server.advance_clock(15);
+        let stopped = tokio::task::block_in_place(|| events.until(&["workspace.idle", &idle]));
+        for id in [&busy, &with_background] {
+            server.bash(id, "touch end").await;
+        }
+        stopped
+    };
+    let (answer, stopped) = tokio::join!(running, others);
     assert_eq!(answer.ok()["stdout"], "done\n", "after {stopped}");
     let mut seen = server.request("GET", &operation, None).await.ok();
     while seen["status"] == "running" {
         seen = server.request("GET", &operation, None).await.ok();
     }
     assert_eq!(seen["stdout"], "done\n", "{seen}");
+    server.advance_clock(15);
     for id in [&busy, &with_background] {
         let begun = Instant::now();
         while server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["status"] != "stopped" {

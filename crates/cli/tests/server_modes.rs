@@ -3,7 +3,7 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use emergent_test_support::postgres::TestPostgres;
 use emergent_test_support::server::{TestServer, run};
@@ -294,7 +294,6 @@ async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "ttl_seconds": 60 })).await;
     server.bash(&id, "echo kept > file").await;
-    let used = tokio::time::Instant::now();
     server.terminate();
     let off = [
         ("ENABLE_AGENT_WORKSPACES", "false"),
@@ -311,8 +310,15 @@ async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
         assert_eq!(answer.error(404), "not_found");
     }
     server.request("GET", "/api/v1/tokens", None).await.ok();
-    // Its time passes, and nothing is done about it; no spare is made either.
-    tokio::time::sleep_until(used + Duration::from_secs(63)).await;
+    // Its time passes, and nothing is done about it in the time of some sweeps; no spare is made either.
+    server.advance_clock(63);
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(3) {
+        let running =
+            run("docker", &["inspect", "--format", "{{.State.Running}}", &format!("agent-workspace-{id}")]);
+        assert_eq!(running.trim(), "true");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
     let filter = format!("label=emergent.installation={}", server.installation());
     let containers = run("docker", &["ps", "--filter", &filter, "--format", "{{.Names}}"]);
     assert_eq!(containers.lines().collect::<Vec<_>>(), [format!("agent-workspace-{id}")]);

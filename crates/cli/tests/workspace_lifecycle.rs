@@ -265,24 +265,26 @@ async fn workspace_expires_after_ttl() {
     let used = server.create(short.clone()).await;
     let busy = server.create(short.clone()).await;
     let background = server.create(short).await;
-    let sleep = json!({ "command": "sleep 75", "background": true });
+    let sleep = json!({ "command": "sleep 1000", "background": true });
     server.tool(&background, "bash", sleep).await.ok();
-    // A call that takes longer than the workspace may live without use; and one that is used a little before its end.
-    let long = server.tool(&busy, "bash", json!({ "command": "sleep 70; echo done" }));
-    let use_it = async {
-        tokio::time::sleep(Duration::from_secs(40)).await;
+    // A call that takes longer than the workspace may live without use.
+    let wait = "touch begun; until [ -e end ]; do sleep 0.1; done; echo done";
+    let long = server.tool(&busy, "bash", json!({ "command": wait }));
+    let others = async {
+        server.bash(&busy, "until [ -e begun ]; do sleep 0.1; done").await;
+        server.advance_clock(40);
         server.bash(&used, "true").await;
-    };
-    let gone = async {
+        server.advance_clock(30);
         for id in [&idle, &stopped] {
             until_gone(&server, id).await;
         }
+        for id in [&used, &busy, &background] {
+            assert_eq!(get(&server, id).await["status"], "ready");
+        }
+        server.bash(&busy, "touch end").await;
     };
-    let (long, (), ()) = tokio::join!(long, use_it, gone);
+    let (long, ()) = tokio::join!(long, others);
     assert_eq!(long.ok()["stdout"], "done\n");
-    for id in [&used, &busy, &background] {
-        assert_eq!(get(&server, id).await["status"], "ready");
-    }
     assert!(server.log().contains("the workspace's time is over"));
     for id in [used, busy, background] {
         server.destroy(&id).await;

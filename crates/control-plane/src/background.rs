@@ -70,12 +70,9 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
         let every = Duration::from_secs(seconds).div_f64(4.0).min(LOOK_FOR_IDLE_EVERY);
         tasks.spawn(each("idle_sweep", every, all(), |all| async move { all.sweeper.sweep_idle().await }));
     }
-    tasks.spawn(each(
-        "cpu_fairness",
-        cpu_fairness::SAMPLE_EVERY,
-        all(),
-        |all| async move { all.cpu_fairness.share_cpus().await },
-    ));
+    tasks.spawn(each("cpu_fairness", cpu_fairness::SAMPLE_EVERY, all(), |all| async move {
+        all.cpu_fairness.share_cpus().await
+    }));
     tasks.spawn(Arc::clone(&workspaces.disk_guard).run().instrument(span("disk_guard")));
     tasks.spawn(recover(all(), app.clone()));
     tasks.spawn(host_mcp_servers(app.clone()));

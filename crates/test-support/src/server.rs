@@ -24,6 +24,9 @@ const START_TIME: Duration = Duration::from_secs(60);
 /// The longest that removing a workspace may take, whatever runs in it.
 const DESTROY_TIME: Duration = Duration::from_secs(30);
 
+/// The file by which [`TestServer::advance_clock`] moves the server's clock.
+const CLOCK_FILE: &str = "clock-offset";
+
 /// A running server.
 pub struct TestServer {
     binary: PathBuf,
@@ -305,6 +308,16 @@ impl TestServer {
         found
     }
 
+    /// Moves the clock of workspaces' lives forward, also that of the servers that are started again.
+    pub fn advance_clock(&self, seconds: u64) {
+        let file = self.data_dir.join(CLOCK_FILE);
+        let before = std::fs::read_to_string(&file).ok().and_then(|text| text.parse().ok()).unwrap_or(0_u64);
+        // Renamed, so that the server never reads half of it.
+        let new = self.data_dir.join("clock-offset.new");
+        std::fs::write(&new, (before + seconds).to_string()).expect("the clock's file");
+        std::fs::rename(&new, &file).expect("the clock's file");
+    }
+
     /// A request with the admin token.
     pub async fn request(&self, method: &str, path: &str, body: Option<Value>) -> Answer {
         self.request_as(Some(&self.token), method, path, body).await
@@ -546,6 +559,7 @@ fn spawn_with_flags(
         .env_remove("DATABASE_URL")
         // Whatever this machine has: tests say where they want microVMs.
         .env("EMERGENT_FIRECRACKER", "false")
+        .env("EMERGENT_CLOCK_OFFSET", data_dir.join(CLOCK_FILE))
         .envs(environment.iter().map(|(name, value)| (name, value)))
         .current_dir(data_dir)
         .stdin(Stdio::null())
