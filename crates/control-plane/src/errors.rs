@@ -257,6 +257,7 @@ fn code_of_provider(error: &ProviderError) -> ErrorCode {
 fn code_of_call(error: &CallError) -> ErrorCode {
     match error {
         CallError::Failed(detail) => detail.code,
+        CallError::AgentTooOld(_) => ErrorCode::WrongState,
         CallError::Lost(_) | CallError::Garbled(_) => ErrorCode::SandboxLost,
     }
 }

@@ -11,9 +11,10 @@ use emergent_guest_protocol::{Credit, Frame, Kind, MAX_DATA_BYTES, data_cost};
 use emergent_wire::{ErrorCode, ErrorDetail};
 
 use crate::connection::Connection;
+use crate::listen::Parking;
 use crate::wake::Wake;
 
-/// Credit is given back in pieces of this size, so that not every small input costs a frame.
+/// Credit is given back in steps of this size, so that small inputs do not cost a frame each.
 const CREDIT_STEP: u32 = 32 * 1024;
 
 /// A call in progress.
@@ -25,6 +26,8 @@ pub(crate) struct Call {
     state: Mutex<State>,
     changed: Condvar,
     wake: OnceLock<Arc<Wake>>,
+    /// An ACCEPT call, which a listener's thread serves.
+    is_accept: bool,
 }
 
 #[derive(Default)]
@@ -39,6 +42,32 @@ struct State {
     output_credit: Credit,
 }
 
+impl State {
+    /// A piece of input, and the credit to give back for it and earlier ones.
+    fn take(&mut self) -> Option<(Vec<u8>, Option<u32>)> {
+        let bytes = self.input.pop_front()?;
+        self.owed_credit += data_cost(bytes.len());
+        // When all input is here the host needs no more credit.
+        if self.owed_credit < CREDIT_STEP || self.input_ended {
+            return Some((bytes, None));
+        }
+        let owed = std::mem::take(&mut self.owed_credit);
+        // It was spent from this credit, so giving it back can't go over the limit.
+        let _ = self.input_credit.grant(owed);
+        Some((bytes, Some(owed)))
+    }
+}
+
+/// The input of a call at the moment.
+pub(crate) enum NextInput {
+    /// The next piece.
+    Bytes(Vec<u8>),
+    /// The host has sent no more so far.
+    NotYet,
+    /// The host sends no more.
+    Ended,
+}
+
 /// The host broke flow control.
 pub(crate) struct Violation;
 
@@ -51,14 +80,24 @@ impl Call {
             state: Mutex::default(),
             changed: Condvar::new(),
             wake: OnceLock::new(),
+            is_accept: false,
         }
+    }
+
+    /// An ACCEPT call. `wake` is set for its input, too.
+    pub(crate) fn accept(id: u32, connection: &Arc<Connection>, wake: Arc<Wake>) -> Self {
+        Self { wake: OnceLock::from(wake), is_accept: true, ..Self::new(id, connection) }
+    }
+
+    pub(crate) fn is_accept(&self) -> bool {
+        self.is_accept
     }
 
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The wake-up that is set when the call is cancelled or gets credit.
+    /// The wake-up that is set when the call is cancelled or gets credit; an ACCEPT call's also when it gets input.
     pub(crate) fn wake(&self) -> std::io::Result<Arc<Wake>> {
         if let Some(wake) = self.wake.get() {
             return Ok(Arc::clone(wake));
@@ -70,6 +109,16 @@ impl Call {
     fn notify(&self) {
         self.changed.notify_all();
         if let Some(wake) = self.wake.get() {
+            wake.set();
+        }
+    }
+
+    /// Other calls have a thread that waits for input; setting the wake-up would only cost time.
+    fn notify_of_input(&self) {
+        self.changed.notify_all();
+        if self.is_accept
+            && let Some(wake) = self.wake.get()
+        {
             wake.set();
         }
     }
@@ -94,7 +143,7 @@ impl Call {
         }
         state.input.push_back(bytes);
         drop(state);
-        self.changed.notify_all();
+        self.notify_of_input();
         Ok(())
     }
 
@@ -105,7 +154,7 @@ impl Call {
             return Err(Violation);
         }
         drop(state);
-        self.changed.notify_all();
+        self.notify_of_input();
         Ok(())
     }
 
@@ -123,17 +172,9 @@ impl Call {
             if self.is_cancelled() {
                 return Err(cancelled());
             }
-            if let Some(bytes) = state.input.pop_front() {
-                let cost = data_cost(bytes.len());
-                state.owed_credit += cost;
-                // When all input is here the host needs no more credit.
-                if state.owed_credit >= CREDIT_STEP && !state.input_ended {
-                    let owed = std::mem::take(&mut state.owed_credit);
-                    // It was spent from this credit, so giving it back can't go over the limit.
-                    let _ = state.input_credit.grant(owed);
-                    drop(state);
-                    self.send(&Frame::credit(self.id, owed))?;
-                }
+            if let Some((bytes, credit)) = state.take() {
+                drop(state);
+                self.give_back(credit)?;
                 return Ok(Some(bytes));
             }
             if state.input_ended {
@@ -141,6 +182,32 @@ impl Call {
             }
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    /// The next piece of input, without waiting. A cancelled call's input can still be taken.
+    pub(crate) fn take_input(&self) -> NextInput {
+        let mut state = self.state();
+        let Some((bytes, credit)) = state.take() else {
+            return if state.input_ended { NextInput::Ended } else { NextInput::NotYet };
+        };
+        drop(state);
+        // A host that is gone needs no credit.
+        let _ = self.give_back(credit);
+        NextInput::Bytes(bytes)
+    }
+
+    fn give_back(&self, credit: Option<u32>) -> Result<(), ErrorDetail> {
+        credit.map_or(Ok(()), |credit| self.send(&Frame::credit(self.id, credit)))
+    }
+
+    /// Whether input waits to be taken.
+    pub(crate) fn has_input(&self) -> bool {
+        !self.state().input.is_empty()
+    }
+
+    /// Whether the host has sent all its input.
+    pub(crate) fn has_input_ended(&self) -> bool {
+        self.state().input_ended
     }
 
     /// Sends all of `bytes`, waiting for credit as needed.
@@ -176,10 +243,35 @@ impl Call {
 
     /// Whether data can be sent now.
     pub(crate) fn has_output_credit(&self) -> bool {
-        self.state().output_credit.sendable(1) > 0
+        self.output_room(1) > 0
     }
 
-    fn send(&self, frame: &Frame) -> Result<(), ErrorDetail> {
+    /// The length of the data that can be sent now, at most `wanted`.
+    pub(crate) fn output_room(&self, wanted: usize) -> usize {
+        self.state().output_credit.sendable(wanted.min(MAX_DATA_BYTES))
+    }
+
+    /// Tells the host that the call's port is open, or that it has its connection.
+    pub(crate) fn send_started(&self, message: &impl serde::Serialize) -> Result<(), ErrorDetail> {
+        let frame = Frame::message(Kind::Started, self.id, message)
+            .map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string()))?;
+        self.send(&frame)
+    }
+
+    /// Makes this LISTEN call's listener known to ACCEPT calls.
+    pub(crate) fn add_listener(&self, parking: Parking) -> Result<Arc<Parking>, ErrorDetail> {
+        let connection = self.connection.upgrade().ok_or_else(cancelled)?;
+        connection.add_listener(self.id, parking)
+    }
+
+    /// Undoes [`Call::add_listener`].
+    pub(crate) fn remove_listener(&self) {
+        if let Some(connection) = self.connection.upgrade() {
+            connection.remove_listener(self.id);
+        }
+    }
+
+    pub(crate) fn send(&self, frame: &Frame) -> Result<(), ErrorDetail> {
         let connection = self.connection.upgrade().ok_or_else(cancelled)?;
         connection.send(frame).map_err(|_| cancelled())
     }

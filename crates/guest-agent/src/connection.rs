@@ -13,18 +13,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use emergent_guest_protocol::{
-    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, PROTOCOL_VERSION, ProtocolError, Receiver,
-    encode_header,
+    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, MAX_ACCEPTS, MAX_CALLS, MAX_LISTENERS,
+    PROTOCOL_VERSION, ProtocolError, Receiver, encode_header,
 };
 use emergent_wire::{ErrorCode, ErrorDetail};
 
 use crate::agent::Agent;
 use crate::call::Call;
+use crate::listen::Parking;
 use crate::workers::Refused;
 use crate::{dispatch, log};
 
-/// Calls that may run at once on one channel.
-const MAX_CALLS: usize = 64;
 /// Channels that may be open at once.
 const MAX_CONNECTIONS: usize = 8;
 /// How much is read from the channel at once.
@@ -41,7 +40,22 @@ pub(crate) struct Connection {
 #[derive(Default)]
 struct Calls {
     open: HashMap<u32, Arc<Call>>,
+    /// The ACCEPT calls among them.
+    accepts: usize,
+    /// The listeners of LISTEN calls, by the id of the call.
+    listeners: HashMap<u32, Arc<Parking>>,
     newest: u32,
+}
+
+impl Calls {
+    /// Takes the id of a new call.
+    fn begin(&mut self, id: u32) -> Result<(), ProtocolError> {
+        if id <= self.newest {
+            return Err(ProtocolError::ReusedCallId(id));
+        }
+        self.newest = id;
+        Ok(())
+    }
 }
 
 /// What reads a channel; it is handed from thread to thread.
@@ -159,6 +173,10 @@ fn run(agent: &Arc<Agent>, frame: &Frame, call: &Arc<Call>) {
     }
 }
 
+fn no_listener(id: u32) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::NotFound, format!("call {id} is not an open listener"))
+}
+
 fn no_thread() -> ErrorDetail {
     let message = "the sandbox can't start another thread: end some of its processes";
     ErrorDetail::new(ErrorCode::LimitReached, message)
@@ -189,6 +207,7 @@ impl Connection {
         let (kind, id) = (frame.kind, frame.call);
         match kind {
             Kind::Call => return self.open(frame),
+            Kind::Accept => return self.accept(&frame).map(|()| None),
             Kind::Ping => {
                 let _ = self.send(&Frame::new(Kind::Pong, 0, frame.payload));
                 return Ok(None);
@@ -219,11 +238,8 @@ impl Connection {
         let id = frame.call;
         let call = Arc::new(Call::new(id, self));
         let mut calls = self.calls();
-        if id <= calls.newest {
-            return Err(ProtocolError::ReusedCallId(id));
-        }
-        calls.newest = id;
-        if calls.open.len() >= MAX_CALLS {
+        calls.begin(id)?;
+        if calls.open.len() - calls.accepts >= MAX_CALLS {
             drop(calls);
             let message = format!("{MAX_CALLS} calls run in this workspace already: wait for one to end");
             self.finish(id, Err(ErrorDetail::new(ErrorCode::LimitReached, message)));
@@ -231,6 +247,54 @@ impl Connection {
         }
         calls.open.insert(id, Arc::clone(&call));
         Ok(Some((frame, call)))
+    }
+
+    /// Parks an ACCEPT call. This needs no thread, so it works when the sandbox can't start another one.
+    fn accept(self: &Arc<Self>, frame: &Frame) -> Result<(), ProtocolError> {
+        let (id, listener) = (frame.call, frame.listener());
+        let opened = self.open_accept(id, listener)?;
+        let parked = opened.and_then(|(parking, call)| parking.park(call).map_err(|_| no_listener(listener)));
+        if let Err(error) = parked {
+            self.finish(id, Err(error));
+        }
+        Ok(())
+    }
+
+    fn open_accept(
+        self: &Arc<Self>,
+        id: u32,
+        listener: u32,
+    ) -> Result<Result<(Arc<Parking>, Arc<Call>), ErrorDetail>, ProtocolError> {
+        let mut calls = self.calls();
+        calls.begin(id)?;
+        let Some(parking) = calls.listeners.get(&listener).cloned() else {
+            return Ok(Err(no_listener(listener)));
+        };
+        if calls.accepts >= MAX_ACCEPTS {
+            let message = format!("{MAX_ACCEPTS} ACCEPT calls are open already: wait for one to end");
+            return Ok(Err(ErrorDetail::new(ErrorCode::LimitReached, message)));
+        }
+        let call = Arc::new(Call::accept(id, self, parking.wake()));
+        calls.open.insert(id, Arc::clone(&call));
+        calls.accepts += 1;
+        Ok(Ok((parking, call)))
+    }
+
+    /// Makes a listener known to ACCEPT calls.
+    pub(crate) fn add_listener(&self, id: u32, parking: Parking) -> Result<Arc<Parking>, ErrorDetail> {
+        let mut calls = self.calls();
+        if calls.listeners.len() >= MAX_LISTENERS {
+            let message = format!("{MAX_LISTENERS} listeners are open already: close one");
+            return Err(ErrorDetail::new(ErrorCode::LimitReached, message));
+        }
+        let parking = Arc::new(parking);
+        calls.listeners.insert(id, Arc::clone(&parking));
+        Ok(parking)
+    }
+
+    /// Undoes [`Connection::add_listener`].
+    pub(crate) fn remove_listener(&self, id: u32) {
+        self.calls().listeners.remove(&id);
     }
 
     /// Writes a frame in one go.
@@ -256,7 +320,12 @@ impl Connection {
 
     /// Sends a call's last frame.
     pub(crate) fn finish(&self, id: u32, result: Result<Vec<u8>, ErrorDetail>) {
-        self.calls().open.remove(&id);
+        {
+            let mut calls = self.calls();
+            if calls.open.remove(&id).is_some_and(|call| call.is_accept()) {
+                calls.accepts -= 1;
+            }
+        }
         let frame = result.and_then(|payload| {
             Frame::checked(Kind::Result, id, payload).map_err(|_| {
                 ErrorDetail::new(

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::agent::Agent;
 use crate::call::Call;
 use crate::machine::{self, identity};
-use crate::{bash, disk, git, procfs, search, serve, tunnel};
+use crate::{bash, disk, git, listen, procfs, search, serve, tunnel};
 
 /// Runs a call to its end and sends its answer.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
@@ -44,6 +44,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
         GuestCall::Git(request) => json(git::run(agent, call, &request)),
         GuestCall::Serve(message) => json(serve::run(agent, call, &message)),
         GuestCall::Connect(message) => json(tunnel::run(call, &message).map(|()| Empty {})),
+        GuestCall::Listen(message) => json(listen::run(call, &message).map(|()| Empty {})),
         GuestCall::Usage(()) => json(Ok(usage(agent))),
         GuestCall::Flush(()) => {
             rustix::fs::sync();

@@ -24,6 +24,7 @@ mod dispatch;
 mod family;
 mod git;
 mod handover;
+mod listen;
 mod machine;
 mod memory;
 mod output;

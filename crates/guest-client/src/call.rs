@@ -1,20 +1,23 @@
 //! One call, as its caller sees it.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::future::poll_fn;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
-use emergent_guest_protocol::{Credit, Frame, Kind, MAX_DATA_BYTES, data_cost};
+use emergent_guest_protocol::{AgentTooOld, Frame, Kind, data_cost};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use serde::de::DeserializeOwned;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 
 use crate::channel::{Closed, Shared};
+use crate::input::{CallInput, InputCredit, InputWriter};
 use crate::table::Incoming;
 
-/// Credit is given back in pieces of this size, so that not every small output costs a frame.
+/// Credit is given back in steps of this size, so that small outputs do not cost a frame each.
 const CREDIT_STEP: u32 = 32 * 1024;
 
-/// Something that happened in a call.
+/// An event of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Bytes of the first output stream.
@@ -28,52 +31,27 @@ pub enum Event {
 /// Why a call has no answer.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum CallError {
-    /// The guest says why.
+    /// The guest answered with an error.
     #[error(transparent)]
     Failed(ErrorDetail),
+    /// The guest's agent does not know the call. It was not sent.
+    #[error(transparent)]
+    AgentTooOld(#[from] AgentTooOld),
     /// The channel ended first. The call may have had effects.
     #[error("the connection to the sandbox was lost: {0}")]
     Lost(Closed),
-    /// The guest's answer is not what it should be.
+    /// The guest's answer is invalid.
     #[error("the sandbox gave an answer that can't be read: {0}")]
     Garbled(String),
 }
 
-/// What the reader hands to a call.
+/// The caller's end of a call, as the channel's reader sees it.
+#[derive(Clone)]
 pub(crate) struct Sink {
     pub(crate) events: mpsc::UnboundedSender<Incoming>,
     pub(crate) input: Arc<InputCredit>,
-}
-
-impl Clone for Sink {
-    fn clone(&self) -> Self {
-        Self { events: self.events.clone(), input: Arc::clone(&self.input) }
-    }
-}
-
-/// What may still be sent to the guest for one call.
-#[derive(Default)]
-pub(crate) struct InputCredit {
-    credit: Mutex<Credit>,
-    granted: Notify,
-}
-
-impl InputCredit {
-    /// The guest takes more. False when it grants more than allowed.
-    pub(crate) fn grant(&self, amount: u32) -> bool {
-        let granted = self.credit.lock().unwrap_or_else(PoisonError::into_inner).grant(amount).is_ok();
-        self.granted.notify_one();
-        granted
-    }
-
-    fn take(&self, wanted: usize) -> usize {
-        let mut credit = self.credit.lock().unwrap_or_else(PoisonError::into_inner);
-        let length = credit.sendable(wanted);
-        if length > 0 {
-            let _ = credit.spend(data_cost(length));
-        }
-        length
-    }
+    /// The place of an ACCEPT call among those of the channel.
+    pub(crate) _permit: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 /// A call in progress. Dropping it cancels it.
@@ -97,30 +75,46 @@ impl Call {
         Self { id, shared, events, input, owed: 0, ended: false }
     }
 
-    /// The next thing that happens. After an answer or an error there is nothing more.
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// The next event. After an answer or an error there is none.
     pub async fn next(&mut self) -> Result<Event, CallError> {
-        match self.events.recv().await {
-            Some(Incoming::Data(kind, bytes)) => {
-                self.give_back(data_cost(bytes.len()));
-                Ok(if kind == Kind::Stderr { Event::Stderr(bytes) } else { Event::Stdout(bytes) })
-            }
-            Some(Incoming::Result(answer)) => {
-                self.ended = true;
-                Ok(Event::Answer(answer))
-            }
+        loop {
+            return Ok(match poll_fn(|context| self.poll_incoming(context)).await? {
+                Incoming::Data(Kind::Stderr, bytes) => Event::Stderr(bytes),
+                Incoming::Data(_, bytes) => Event::Stdout(bytes),
+                Incoming::Result(answer) => Event::Answer(answer),
+                _ => continue,
+            });
+        }
+    }
+
+    /// The next event as the channel's reader delivered it.
+    pub(crate) fn poll_incoming(&mut self, context: &mut Context<'_>) -> Poll<Result<Incoming, CallError>> {
+        Poll::Ready(match ready!(self.events.poll_recv(context)) {
             Some(Incoming::Error(error)) => {
                 self.ended = true;
                 Err(CallError::Failed(error))
             }
-            // The reader handles credit itself; the sender is dropped only with the channel.
-            Some(Incoming::InputCredit(_)) | None => {
+            Some(event) => {
+                match &event {
+                    Incoming::Data(_, bytes) => self.give_back(data_cost(bytes.len())),
+                    Incoming::Result(_) => self.ended = true,
+                    _ => {}
+                }
+                Ok(event)
+            }
+            // The sender is dropped after the last frame, or with the channel.
+            None => {
                 self.ended = true;
                 Err(CallError::Lost(self.shared.closed_reason()))
             }
-        }
+        })
     }
 
-    /// Lets the guest send as much as was consumed, in steps.
+    /// Gives consumed credit back to the guest, in steps.
     fn give_back(&mut self, cost: u32) {
         self.owed += cost;
         if self.owed >= CREDIT_STEP && self.shared.table().grant(self.id, self.owed) {
@@ -167,45 +161,13 @@ impl Call {
         self.input().end().await
     }
 
-    /// The call's input, for one who writes it while another reads what comes back.
+    /// The call's input, for a task that writes it while another reads the events.
     pub fn input(&self) -> CallInput {
-        CallInput { id: self.id, shared: Arc::clone(&self.shared), credit: Arc::clone(&self.input) }
-    }
-}
-
-/// Where a call's input goes.
-#[derive(Clone)]
-pub struct CallInput {
-    id: u32,
-    shared: Arc<Shared>,
-    credit: Arc<InputCredit>,
-}
-
-impl CallInput {
-    /// Sends input, as fast as the guest takes it.
-    pub async fn send(&self, mut bytes: &[u8]) -> Result<(), CallError> {
-        while !bytes.is_empty() {
-            let granted = self.credit.granted.notified();
-            let length = self.credit.take(bytes.len().min(MAX_DATA_BYTES));
-            if length > 0 {
-                let frame = Frame::new(Kind::Input, self.id, &bytes[..length]);
-                self.shared.send(&frame).await.map_err(CallError::Lost)?;
-                bytes = &bytes[length..];
-                continue;
-            }
-            tokio::select! {
-                () = granted => {}
-                () = self.shared.closed.cancelled() => return Err(CallError::Lost(self.shared.closed_reason())),
-                // A call that ended early (disk full) takes no more input; its answer says why.
-                () = self.shared.wait_for_end(self.id) => return Ok(()),
-            }
-        }
-        Ok(())
+        CallInput::new(self.id, Arc::clone(&self.shared), Arc::clone(&self.input))
     }
 
-    /// No more input.
-    pub async fn end(&self) -> Result<(), CallError> {
-        self.shared.send(&Frame::new(Kind::InputEnd, self.id, [])).await.map_err(CallError::Lost)
+    pub(crate) fn input_writer(&self) -> InputWriter {
+        InputWriter::new(self.id, Arc::clone(&self.shared), Arc::clone(&self.input))
     }
 }
 
@@ -214,10 +176,11 @@ impl Drop for Call {
         if !self.ended && self.shared.table().abandon(self.id) {
             self.shared.queue(&Frame::new(Kind::Cancel, self.id, []));
         }
+        self.input.end();
     }
 }
 
-fn parse<T: DeserializeOwned>(answer: &[u8]) -> Result<T, CallError> {
+pub(crate) fn parse<T: DeserializeOwned>(answer: &[u8]) -> Result<T, CallError> {
     serde_json::from_slice(answer).map_err(|error| CallError::Garbled(error.to_string()))
 }
 
@@ -229,6 +192,7 @@ impl From<CallError> for ErrorDetail {
                 ErrorCode::SandboxLost,
                 format!("{error}; the call may have had effects: look before you repeat it"),
             ),
+            CallError::AgentTooOld(_) => ErrorDetail::new(ErrorCode::WrongState, error.to_string()),
             CallError::Garbled(_) => ErrorDetail::new(ErrorCode::SandboxLost, error.to_string()),
         }
     }

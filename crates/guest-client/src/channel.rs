@@ -5,29 +5,27 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use emergent_guest_protocol::{
-    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, ProtocolError, Receiver, VersionMismatch,
+    AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, MAX_ACCEPTS, ProtocolError, Receiver,
+    VersionMismatch,
 };
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
 use crate::call::{Call, CallError, Sink};
-use crate::table::{Incoming, Table};
+use crate::input::InputCredit;
+use crate::silence::Silence;
+use crate::table::{CallKind, Incoming, Table};
 
-/// How long an agent may take to greet.
+/// The time limit for the agent's HELLO.
 const GREETING_TIME: Duration = Duration::from_secs(20);
-/// Frames that may wait to be written.
+/// Frames of calls and their input that may wait to be written.
 const QUEUED_FRAMES: usize = 64;
 /// Frames that are written at once.
 const FRAMES_AT_ONCE: usize = 8;
-/// How much is read from the stream at once; every channel has such a buffer.
+/// The size of a channel's read buffer.
 const READ_BYTES: usize = 32 * 1024;
-/// While calls wait, a guest that says nothing for this long is asked whether it is there.
-const PING_AFTER: Duration = Duration::from_secs(10);
-/// And given up when it does not answer within this time.
-const PONG_WITHIN: Duration = Duration::from_secs(30);
-
 /// Why a channel ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Closed {
@@ -65,22 +63,24 @@ pub struct GuestClient {
     shared: Arc<Shared>,
     _close_on_drop: Arc<tokio_util::sync::DropGuard>,
     hello: Arc<AgentHello>,
+    protocol: u16,
 }
 
-/// A frame and the place in the queue that it holds until it is written.
+/// A frame, and its place in the queue until it is written.
 type Queued = (Bytes, Option<OwnedSemaphorePermit>);
 
-/// What tasks and calls share.
+/// The state that tasks and calls share.
 pub(crate) struct Shared {
     table: Mutex<Table<Sink>>,
-    /// Frames to write, in order. Those that carry a request or data hold a place; credit and cancel, whose
-    /// senders can't wait, are bounded by the open calls.
+    /// Frames to write, in order. Those of calls and their input hold a place in the queue. ACCEPT, CREDIT and CANCEL, whose
+    /// senders can't wait, are bounded by the number of open calls.
     outgoing: mpsc::UnboundedSender<Queued>,
     places: Arc<Semaphore>,
-    pub(crate) closed: CancellationToken,
+    /// Permits for ACCEPT calls.
+    accepts: Arc<Semaphore>,
+    closed: CancellationToken,
     reason: OnceLock<Closed>,
-    call_ended: Notify,
-    call_started: Notify,
+    pub(crate) call_started: Notify,
 }
 
 impl GuestClient {
@@ -108,48 +108,45 @@ impl GuestClient {
             return Err(Closed::from(ProtocolError::UnexpectedKind(frame.kind as u8)).into());
         }
         let hello: AgentHello = frame.parse().map_err(Closed::from)?;
-        host.agree(&hello)?;
+        let protocol = host.agree(&hello)?;
         let (outgoing, queued) = mpsc::unbounded_channel();
         let shared = Arc::new(Shared {
             table: Mutex::default(),
             outgoing,
             places: Arc::new(Semaphore::new(QUEUED_FRAMES)),
+            accepts: Arc::new(Semaphore::new(MAX_ACCEPTS)),
             closed: CancellationToken::new(),
             reason: OnceLock::new(),
-            call_ended: Notify::new(),
             call_started: Notify::new(),
         });
         tokio::spawn(write_frames(Arc::clone(&shared), writer, queued));
         tokio::spawn(read_frames(Arc::clone(&shared), reader, input));
         let guard = shared.closed.clone().drop_guard();
-        Ok(Self { shared, _close_on_drop: Arc::new(guard), hello: Arc::new(hello) })
+        Ok(Self { shared, _close_on_drop: Arc::new(guard), hello: Arc::new(hello), protocol })
     }
 
-    /// What the agent said of itself.
+    /// The agent's HELLO.
     pub fn hello(&self) -> &AgentHello {
         &self.hello
     }
 
-    /// Starts a call.
+    /// The protocol version that the channel uses.
+    pub fn protocol(&self) -> u16 {
+        self.protocol
+    }
+
+    /// Starts a call, in the form that the agent's version knows.
     pub async fn start(&self, message: &GuestCall) -> Result<Call, CallError> {
-        let (events, incoming) = mpsc::unbounded_channel();
-        let input = Arc::default();
-        let sink = Sink { events, input: Arc::clone(&input) };
-        if self.shared.closed.is_cancelled() {
-            return Err(CallError::Lost(self.shared.closed_reason()));
-        }
-        let frame = Frame::message(Kind::Call, 1, message).map_err(|error| CallError::Lost(error.into()))?;
+        let message = message.adapt(self.protocol)?;
+        let kind = if matches!(*message, GuestCall::Listen(_)) { CallKind::Listen } else { CallKind::Work };
+        let frame =
+            Frame::message(Kind::Call, 1, &*message).map_err(|error| CallError::Lost(error.into()))?;
         let place = self.shared.place().await.map_err(CallError::Lost)?;
-        let id = {
-            // Queued under the lock: ids must reach the guest in order, and before a cancel.
-            let mut table = self.shared.table();
-            let id =
-                table.open(sink).ok_or_else(|| CallError::Lost(Closed::Ended("out of call ids".into())))?;
-            self.shared.put(&Frame { call: id, ..frame }, Some(place));
-            id
-        };
-        self.shared.call_started.notify_one();
-        Ok(Call::new(id, Arc::clone(&self.shared), incoming, input))
+        self.shared.open_call(kind, frame, Some(place), None)
+    }
+
+    pub(crate) fn shared(&self) -> Arc<Shared> {
+        Arc::clone(&self.shared)
     }
 
     /// Whether the channel has ended.
@@ -183,45 +180,78 @@ impl Shared {
         self.reason.get().cloned().unwrap_or(Closed::ByHost)
     }
 
+    pub(crate) fn check_open(&self) -> Result<(), Closed> {
+        if self.closed.is_cancelled() { Err(self.closed_reason()) } else { Ok(()) }
+    }
+
+    /// The places in the queue; closed with the channel.
+    pub(crate) fn places(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.places)
+    }
+
+    /// The permits for ACCEPT calls; closed with the channel.
+    pub(crate) fn accepts(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.accepts)
+    }
+
     /// Waits for a place in the queue.
     async fn place(&self) -> Result<OwnedSemaphorePermit, Closed> {
-        tokio::select! {
-            place = Arc::clone(&self.places).acquire_owned() => place.map_err(|_| self.closed_reason()),
-            () = self.closed.cancelled() => Err(self.closed_reason()),
+        self.places().acquire_owned().await.map_err(|_| self.closed_reason())
+    }
+
+    /// Parks an ACCEPT call for the listener of a LISTEN call.
+    pub(crate) fn accept(
+        self: &Arc<Self>,
+        listener: u32,
+        permit: OwnedSemaphorePermit,
+    ) -> Result<Call, CallError> {
+        self.open_call(CallKind::Accept, Frame::accept(1, listener), None, Some(permit))
+    }
+
+    /// Gives a call its id and queues its first frame.
+    fn open_call(
+        self: &Arc<Self>,
+        kind: CallKind,
+        frame: Frame,
+        place: Option<OwnedSemaphorePermit>,
+        permit: Option<OwnedSemaphorePermit>,
+    ) -> Result<Call, CallError> {
+        let (events, incoming) = mpsc::unbounded_channel();
+        let input: Arc<InputCredit> = Arc::default();
+        let sink = Sink { events, input: Arc::clone(&input), _permit: permit.map(Arc::new) };
+        let id = {
+            // Queued under the lock: ids must reach the guest in order, and before a cancel. Checked under the lock: a
+            // channel that ends later ends this call too.
+            let mut table = self.table();
+            self.check_open().map_err(CallError::Lost)?;
+            let id = table
+                .open(kind, sink)
+                .ok_or_else(|| CallError::Lost(Closed::Ended("out of call ids".into())))?;
+            self.put(&Frame { call: id, ..frame }, place);
+            id
+        };
+        // The guest owes no frame for a parked call.
+        if kind != CallKind::Accept {
+            self.call_started.notify_one();
         }
+        Ok(Call::new(id, Arc::clone(self), incoming, input))
     }
 
-    fn put(&self, frame: &Frame, place: Option<OwnedSemaphorePermit>) {
+    pub(crate) fn put(&self, frame: &Frame, place: Option<OwnedSemaphorePermit>) {
         let _ = self.outgoing.send((frame.to_bytes().into(), place));
-    }
-
-    pub(crate) async fn send(&self, frame: &Frame) -> Result<(), Closed> {
-        let place = self.place().await?;
-        self.put(frame, Some(place));
-        Ok(())
     }
 
     pub(crate) fn queue(&self, frame: &Frame) {
         self.put(frame, None);
     }
 
-    /// Waits until a call has had its last frame.
-    pub(crate) async fn wait_for_end(&self, id: u32) {
-        loop {
-            let changed = self.call_ended.notified();
-            if !self.table().is_open(id) {
-                return;
-            }
-            changed.await;
-        }
-    }
-
     fn close(&self, reason: Closed) {
         let _ = self.reason.set(reason);
         self.closed.cancel();
-        // Drops the senders of all calls, which is how they learn of it.
-        self.table().clear();
-        self.call_ended.notify_waiters();
+        self.places.close();
+        self.accepts.close();
+        // Callers that read see their senders dropped; callers that write see the end of the input.
+        self.table().clear().for_each(|sink| sink.input.end());
     }
 
     fn dispatch(&self, frame: Frame) -> Result<(), ProtocolError> {
@@ -239,7 +269,7 @@ impl Shared {
                 let last = matches!(event, Incoming::Result(_) | Incoming::Error(_));
                 let _ = sink.events.send(event);
                 if last {
-                    self.call_ended.notify_waiters();
+                    sink.input.end();
                 }
             }
         }
@@ -252,7 +282,7 @@ async fn write_frames(
     mut writer: impl AsyncWrite + Unpin,
     mut queued: mpsc::UnboundedReceiver<Queued>,
 ) {
-    // Frames that wait go out in one piece: every piece is passed on by several processes on its way.
+    // Frames that wait are written at once: several processes on the way pass each write on.
     let (mut frames, mut bytes) = (Vec::new(), Vec::new());
     loop {
         tokio::select! {
@@ -309,54 +339,6 @@ async fn read_frames(shared: Arc<Shared>, mut reader: impl AsyncRead + Unpin, mu
         }
     };
     shared.close(reason);
-}
-
-/// Notices a guest that has calls to answer and says nothing.
-#[derive(Default)]
-struct Silence {
-    heard: Option<Instant>,
-    /// The guest was asked and has said nothing since.
-    asked: Option<Instant>,
-    /// Pings whose pong has not come yet. What was on its way before may come first.
-    pongs_due: u32,
-}
-
-impl Silence {
-    fn heard(&mut self) {
-        self.heard = Some(Instant::now());
-        self.asked = None;
-    }
-
-    /// The guest answered a ping. False when all were answered.
-    fn pong(&mut self) -> bool {
-        self.heard();
-        let left = self.pongs_due.checked_sub(1);
-        self.pongs_due = left.unwrap_or(0);
-        left.is_some()
-    }
-
-    /// Waits until the guest has been silent for too long while calls wait.
-    async fn wait(&mut self, shared: &Shared) {
-        if self.asked.is_none() && shared.table().len() == 0 {
-            shared.call_started.notified().await;
-            self.heard = Some(Instant::now());
-        }
-        let until = match self.asked {
-            Some(asked) => asked + PONG_WITHIN,
-            None => *self.heard.get_or_insert_with(Instant::now) + PING_AFTER,
-        };
-        tokio::time::sleep_until(until).await;
-    }
-
-    /// The time is up: a ping to send, or none when the guest must be given up.
-    fn tick(&mut self) -> Option<Frame> {
-        if self.asked.is_some() {
-            return None;
-        }
-        self.asked = Some(Instant::now());
-        self.pongs_due = self.pongs_due.saturating_add(1);
-        Some(Frame::new(Kind::Ping, 0, 0_u64.to_be_bytes()))
-    }
 }
 
 /// Frames out of a stream. Cancel-safe: no byte is lost when `next` is dropped.

@@ -1,15 +1,23 @@
 //! The host's end of the channel to a guest agent.
 //!
-//! [`GuestClient::connect`] takes any byte stream, greets the agent and then carries many calls at once. Two tasks
-//! serve a channel: one writes what is queued, one reads frames and hands them to the calls they belong to.
+//! [`GuestClient::connect`] takes any byte stream, exchanges HELLO with the agent and then carries many calls at once. Two
+//! tasks serve a channel: one writes queued frames, one reads frames and delivers them to their calls.
+//! [`GuestClient::listen`] opens a port in the sandbox, whose connections are byte streams on the host.
 //!
-//! The guest is not trusted. Whatever it sends, a call costs the host at most the credit it granted plus one
-//! bounded answer; a frame that breaks the protocol ends the channel; a guest that stops answering is noticed by
-//! a ping. The reader never waits for a call: what may queue up is bounded by credit.
+//! The guest is not trusted. A call costs the host at most the credit it granted plus one bounded answer, whatever the guest
+//! sends. A frame that breaks the protocol ends the channel. A ping detects a guest that stops answering. The reader never
+//! waits for a call: its queue is bounded by credit.
 
 mod call;
 mod channel;
+mod input;
+mod listener;
+mod silence;
 mod table;
+mod tunnel;
 
-pub use call::{Call, CallError, CallInput, Event};
+pub use call::{Call, CallError, Event};
 pub use channel::{Closed, ConnectError, GuestClient};
+pub use input::CallInput;
+pub use listener::GuestListener;
+pub use tunnel::TunnelConnection;

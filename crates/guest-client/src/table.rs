@@ -4,7 +4,10 @@
 //! open ──RESULT/ERROR──▶ (gone)
 //!   └──dropped by its caller──▶ abandoned ──RESULT/ERROR──▶ (gone)
 //! ```
-//! An abandoned call keeps the credit it had, and gets no more: what a guest can still send for it is bounded.
+//! An abandoned call keeps its credit and gets no more: the data that a guest can still send for it is bounded.
+//!
+//! A LISTEN and an ACCEPT call get STARTED once, before any data. An ACCEPT call gets OUTPUT_END at most once, after STARTED
+//! and after all its data. Other calls get neither.
 
 use std::collections::HashMap;
 
@@ -12,12 +15,16 @@ use bytes::Bytes;
 use emergent_guest_protocol::{Credit, Frame, Kind, ProtocolError, data_cost};
 use emergent_wire::ErrorDetail;
 
-/// What a frame means for its call.
+/// The event that a frame is for its call.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Incoming {
-    /// Output; it was paid for with this much credit.
+    /// The call's port is open, or it has its connection.
+    Started(Bytes),
+    /// Output; the guest has spent credit for it.
     Data(Kind, Bytes),
-    /// The guest takes this much more input.
+    /// The connection sends no more output.
+    OutputEnd,
+    /// The guest grants this much credit for input.
     InputCredit(u32),
     /// The call's answer.
     Result(Bytes),
@@ -25,11 +32,46 @@ pub(crate) enum Incoming {
     Error(ErrorDetail),
 }
 
+/// The kind of a call, which decides the frames that it may get.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CallKind {
+    /// A call that works until it answers.
+    Work,
+    /// A LISTEN call.
+    Listen,
+    /// An ACCEPT call.
+    Accept,
+}
+
 /// One call.
 struct Entry<S> {
-    /// Where its events go; none once its caller is gone.
-    sink: Option<S>,
+    kind: CallKind,
+    /// Kept until the last frame: the caller's permit is in it.
+    sink: S,
     credit: Credit,
+    is_started: bool,
+    has_output_ended: bool,
+    is_abandoned: bool,
+}
+
+impl<S> Entry<S> {
+    /// Whether the guest owes a frame now. A listener and a parked ACCEPT call may wait for any time.
+    fn is_due(&self) -> bool {
+        match self.kind {
+            CallKind::Work => true,
+            CallKind::Listen => !self.is_started,
+            CallKind::Accept => self.is_started,
+        }
+    }
+
+    /// Whether the guest may send output.
+    fn takes_output(&self) -> bool {
+        match self.kind {
+            CallKind::Work => true,
+            CallKind::Listen => false,
+            CallKind::Accept => self.is_started && !self.has_output_ended,
+        }
+    }
 }
 
 /// All calls that have not had their last frame.
@@ -46,54 +88,73 @@ impl<S> Default for Table<S> {
 
 impl<S: Clone> Table<S> {
     /// Adds a call and gives it an id. None when the channel has used up its ids.
-    pub(crate) fn open(&mut self, sink: S) -> Option<u32> {
+    pub(crate) fn open(&mut self, kind: CallKind, sink: S) -> Option<u32> {
         self.newest = self.newest.checked_add(1)?;
-        self.open.insert(self.newest, Entry { sink: Some(sink), credit: Credit::default() });
+        let entry = Entry {
+            kind,
+            sink,
+            credit: Credit::default(),
+            is_started: false,
+            has_output_ended: false,
+            is_abandoned: false,
+        };
+        self.open.insert(self.newest, entry);
         Some(self.newest)
     }
 
-    /// How many calls have not had their last frame.
+    /// The number of calls that have not had their last frame.
     pub(crate) fn len(&self) -> usize {
         self.open.len()
     }
 
-    /// The caller is gone. True when the guest must be told.
+    /// The number of calls for which the guest owes a frame.
+    pub(crate) fn due(&self) -> usize {
+        self.open.values().filter(|entry| entry.is_due()).count()
+    }
+
+    /// The caller has dropped the call. True when the guest must get a CANCEL.
     pub(crate) fn abandon(&mut self, id: u32) -> bool {
-        self.open.get_mut(&id).is_some_and(|entry| entry.sink.take().is_some())
+        self.open.get_mut(&id).is_some_and(|entry| !std::mem::replace(&mut entry.is_abandoned, true))
     }
 
-    /// The caller has consumed output. True when the guest may be told so.
+    /// The caller has consumed output. True when the guest may get the credit back.
     pub(crate) fn grant(&mut self, id: u32, amount: u32) -> bool {
-        self.open.get_mut(&id).is_some_and(|entry| entry.sink.is_some() && entry.credit.grant(amount).is_ok())
+        self.open.get_mut(&id).is_some_and(|entry| !entry.is_abandoned && entry.credit.grant(amount).is_ok())
     }
 
-    /// Takes a frame: where its event goes (none for an abandoned call), or the rule it breaks.
+    /// Takes a frame. Returns its event and the sink of its call (none for an abandoned call), or the rule it breaks.
     pub(crate) fn take(&mut self, frame: Frame) -> Result<Option<(S, Incoming)>, ProtocolError> {
         let (kind, id) = (frame.kind, frame.call);
         let entry = self.open.get_mut(&id).ok_or(ProtocolError::UnknownCall(kind, id))?;
         let (event, last) = match kind {
-            Kind::Stdout | Kind::Stderr => {
+            Kind::Started if entry.kind != CallKind::Work && !entry.is_started => {
+                entry.is_started = true;
+                (Incoming::Started(frame.payload.into()), false)
+            }
+            Kind::Stdout | Kind::Stderr if entry.takes_output() => {
                 let cost = data_cost(frame.payload.len());
                 entry.credit.spend(cost).map_err(|_| ProtocolError::OverCredit(id))?;
                 (Incoming::Data(kind, frame.payload.into()), false)
+            }
+            Kind::OutputEnd if entry.kind == CallKind::Accept && entry.takes_output() => {
+                entry.has_output_ended = true;
+                (Incoming::OutputEnd, false)
             }
             Kind::Credit => (Incoming::InputCredit(frame.credit_amount()), false),
             Kind::Result => (Incoming::Result(frame.payload.into()), true),
             Kind::Error => (Incoming::Error(frame.parse()?), true),
             _ => return Err(ProtocolError::UnexpectedKind(kind as u8)),
         };
-        let sink = if last { self.open.remove(&id).and_then(|entry| entry.sink) } else { entry.sink.clone() };
+        let sink = (!entry.is_abandoned).then(|| entry.sink.clone());
+        if last {
+            self.open.remove(&id);
+        }
         Ok(sink.map(|sink| (sink, event)))
     }
 
-    /// Whether a call has not had its last frame.
-    pub(crate) fn is_open(&self, id: u32) -> bool {
-        self.open.contains_key(&id)
-    }
-
-    /// Ends all calls.
-    pub(crate) fn clear(&mut self) {
-        self.open.clear();
+    /// Ends all calls and returns their sinks.
+    pub(crate) fn clear(&mut self) -> impl Iterator<Item = S> {
+        self.open.drain().map(|(_, entry)| entry.sink)
     }
 }
 
@@ -107,7 +168,7 @@ mod tests {
     #[test]
     fn frames_go_to_the_call_they_belong_to() {
         let mut table = Table::default();
-        let (a, b) = (table.open('a').unwrap(), table.open('b').unwrap());
+        let (a, b) = (table.open(CallKind::Work, 'a').unwrap(), table.open(CallKind::Work, 'b').unwrap());
         assert_eq!(table.take(Frame::new(Kind::Stdout, b, *b"x")).unwrap().unwrap().0, 'b');
         assert_eq!(table.take(Frame::new(Kind::Result, a, *b"{}")).unwrap().unwrap().0, 'a');
         let late = table.take(Frame::new(Kind::Result, a, *b"{}"));
@@ -117,7 +178,7 @@ mod tests {
     #[test]
     fn an_abandoned_call_gets_no_more_credit_and_ends_quietly() {
         let mut table = Table::default();
-        let id = table.open(()).unwrap();
+        let id = table.open(CallKind::Work, ()).unwrap();
         assert!(table.abandon(id));
         assert!(!table.abandon(id));
         assert!(!table.grant(id, 1000));
@@ -129,7 +190,7 @@ mod tests {
     #[test]
     fn a_guest_can_not_send_more_than_it_was_granted() {
         let mut table = Table::default();
-        let id = table.open(()).unwrap();
+        let id = table.open(CallKind::Work, ()).unwrap();
         let sent: usize = std::iter::from_fn(|| {
             let frame = Frame::new(Kind::Stdout, id, vec![0; 60_000]);
             table.take(frame).ok().map(|_| 60_000)
@@ -138,19 +199,58 @@ mod tests {
         assert!(sent <= INITIAL_CREDIT as usize, "{sent}");
     }
 
+    #[test]
+    fn started_and_output_end_come_once_in_order_and_only_for_the_calls_that_have_them() {
+        let started = |id| Frame::new(Kind::Started, id, *b"{}");
+        let output = |id| Frame::new(Kind::Stdout, id, *b"x");
+        let end = |id| Frame::new(Kind::OutputEnd, id, []);
+        let refused = |kind: Kind| Err(ProtocolError::UnexpectedKind(kind as u8));
+        let mut table = Table::default();
+        let work = table.open(CallKind::Work, ()).unwrap();
+        assert_eq!(table.take(started(work)), refused(Kind::Started));
+        assert_eq!(table.take(end(work)), refused(Kind::OutputEnd));
+        let listen = table.open(CallKind::Listen, ()).unwrap();
+        assert!(table.take(started(listen)).is_ok());
+        assert_eq!(table.take(started(listen)), refused(Kind::Started));
+        assert_eq!(table.take(output(listen)), refused(Kind::Stdout));
+        let accept = table.open(CallKind::Accept, ()).unwrap();
+        assert_eq!(table.take(output(accept)), refused(Kind::Stdout));
+        assert_eq!(table.take(end(accept)), refused(Kind::OutputEnd));
+        assert!(table.take(started(accept)).is_ok());
+        assert!(table.take(output(accept)).is_ok());
+        assert!(table.take(end(accept)).is_ok());
+        assert_eq!(table.take(end(accept)), refused(Kind::OutputEnd));
+        assert_eq!(table.take(output(accept)), refused(Kind::Stdout));
+    }
+
+    #[test]
+    fn listeners_and_parked_accepts_owe_no_frame() {
+        let mut table = Table::default();
+        let listen = table.open(CallKind::Listen, ()).unwrap();
+        assert_eq!(table.due(), 1);
+        table.take(Frame::new(Kind::Started, listen, *b"{}")).unwrap();
+        let accept = table.open(CallKind::Accept, ()).unwrap();
+        assert_eq!(table.due(), 0);
+        table.take(Frame::new(Kind::Started, accept, *b"{}")).unwrap();
+        assert_eq!(table.due(), 1);
+    }
+
     proptest! {
         /// Whatever a hostile guest sends, what its calls are handed stays within the credit granted.
         #[test]
         fn hostile_frames_are_bounded(
-            frames in prop::collection::vec((0_u32..6, 0_usize..6, 1_usize..40_000), 0..60),
+            frames in prop::collection::vec((0_u32..6, 0_usize..8, 1_usize..40_000), 0..60),
         ) {
             let mut table = Table::default();
-            for _ in 0..3 {
-                table.open(());
+            for kind in [CallKind::Work, CallKind::Listen, CallKind::Accept] {
+                table.open(kind, ());
             }
             let mut handed = 0;
             for (id, kind, length) in frames {
-                let kind = [Kind::Stdout, Kind::Stderr, Kind::Credit, Kind::Result, Kind::Error, Kind::Pong][kind];
+                let kind = [
+                    Kind::Stdout, Kind::Stderr, Kind::Credit, Kind::Result, Kind::Error, Kind::Pong, Kind::Started,
+                    Kind::OutputEnd,
+                ][kind];
                 if let Ok(Some(((), Incoming::Data(_, bytes)))) = table.take(Frame::new(kind, id, vec![b'x'; length])) {
                     handed += bytes.len();
                 }

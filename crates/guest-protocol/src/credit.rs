@@ -3,19 +3,19 @@
 //! Every call starts with [`INITIAL_CREDIT`] in each direction. A data frame costs its payload plus a fixed
 //! overhead, so that a flood of tiny frames is bounded as well. The receiver grants more as it consumes.
 
-/// What a call may send before the first CREDIT frame.
+/// The credit of a call and direction before the first CREDIT frame.
 pub const INITIAL_CREDIT: u32 = 256 * 1024;
 /// The most credit that may be outstanding for one call and direction.
 pub const MAX_CREDIT: u32 = 16 << 20;
-/// What a frame costs besides its payload: about what a receiver needs to queue it.
+/// The cost of a frame besides its payload: about the memory that a receiver needs to queue it.
 const FRAME_OVERHEAD: u32 = 64;
 
-/// What a data frame with a payload of `length` bytes costs.
+/// The cost of a data frame with a payload of `length` bytes.
 pub fn data_cost(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX).saturating_add(FRAME_OVERHEAD)
 }
 
-/// Credit that is left for one call and direction.
+/// The remaining credit of one call and direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Credit(u32);
 
@@ -31,20 +31,20 @@ impl Default for Credit {
 }
 
 impl Credit {
-    /// Takes what a frame costs.
+    /// Subtracts the cost of a frame.
     pub fn spend(&mut self, cost: u32) -> Result<(), CreditError> {
         self.0 = self.0.checked_sub(cost).ok_or(CreditError)?;
         Ok(())
     }
 
-    /// Adds what was granted.
+    /// Adds a grant.
     pub fn grant(&mut self, amount: u32) -> Result<(), CreditError> {
         let total = self.0.checked_add(amount).filter(|total| amount > 0 && *total <= MAX_CREDIT);
         self.0 = total.ok_or(CreditError)?;
         Ok(())
     }
 
-    /// How long a payload can be sent now, at most `wanted`. 0 means: wait for credit.
+    /// The length of the payload that can be sent now, at most `wanted`. 0 means: wait for credit.
     pub fn sendable(&self, wanted: usize) -> usize {
         wanted.min(self.0.saturating_sub(FRAME_OVERHEAD) as usize)
     }

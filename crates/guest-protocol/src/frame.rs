@@ -1,7 +1,7 @@
 //! Frames and their decoder.
 //!
-//! The decoder is fed bytes as they come and gives whole frames. It holds at most one frame's payload, and
-//! refuses a frame as soon as its header shows that it is too large or of a kind this side does not take.
+//! The decoder takes bytes in pieces of any size and returns whole frames. It holds at most one frame's payload. It
+//! refuses a frame at its header when the length is over the limit of its kind, or when the peer may not send the kind.
 
 use std::fmt;
 
@@ -16,7 +16,10 @@ const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// The largest HELLO.
 const MAX_HELLO_BYTES: usize = 4096;
 
-/// What a frame is.
+/// The largest STARTED.
+const MAX_STARTED_BYTES: usize = 4096;
+
+/// The kind of a frame: the byte after the length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
@@ -40,13 +43,19 @@ pub enum Kind {
     Result = 9,
     /// A call's last frame: it failed.
     Error = 10,
-    /// Asks whether the guest is there.
+    /// Asks the guest for a PONG.
     Ping = 11,
-    /// It is.
+    /// Answers a PING.
     Pong = 12,
+    /// Opens a call that waits for a connection to a listener and then carries it. Since version 3.
+    Accept = 13,
+    /// A LISTEN call's port is open, or an ACCEPT call has its connection. Sent once, before any data. Since version 3.
+    Started = 14,
+    /// No more bytes from an ACCEPT call's connection. Since version 3.
+    OutputEnd = 15,
 }
 
-/// Which side decodes: each takes only what the other may send.
+/// The side that decodes. Each side takes only the kinds that the other may send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receiver {
     /// The server.
@@ -58,7 +67,7 @@ pub enum Receiver {
 /// One frame.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
     /// The call it belongs to; 0 for HELLO, PING, PONG.
     pub call: u32,
@@ -66,10 +75,10 @@ pub struct Frame {
     pub payload: Vec<u8>,
 }
 
-/// Bytes that are not this protocol. The connection can't be used any more.
+/// A violation of the protocol. It ends the connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProtocolError {
-    /// No such kind, or not one this side takes.
+    /// The kind does not exist, or the peer may not send it now.
     #[error("unexpected frame kind {0}")]
     UnexpectedKind(u8),
     /// A length the kind does not allow.
@@ -82,21 +91,21 @@ pub enum ProtocolError {
         /// The lengths it may have.
         allowed: &'static str,
     },
-    /// A call id where none belongs, or none where one does.
+    /// The kind needs a call id and has none, or has one and needs none.
     #[error("a {0:?} frame with call id {1}")]
     BadCallId(Kind, u32),
-    /// A message that is not the JSON it should be.
-    #[error("a {kind:?} frame that can't be read: {reason}")]
+    /// The payload of a message is not the expected JSON.
+    #[error("the JSON of a {kind:?} frame is invalid: {reason}")]
     BadMessage {
         /// The kind.
         kind: Kind,
-        /// What the JSON parser said.
+        /// The JSON parser's message.
         reason: String,
     },
     /// A frame for a call that is not open.
     #[error("a {0:?} frame for call {1}, which is not open")]
     UnknownCall(Kind, u32),
-    /// More data than was allowed.
+    /// More data than the credit allows.
     #[error("call {0} sent more data than it was granted")]
     OverCredit(u32),
     /// A call id that was used before.
@@ -122,6 +131,9 @@ impl Kind {
             10 => Kind::Error,
             11 => Kind::Ping,
             12 => Kind::Pong,
+            13 => Kind::Accept,
+            14 => Kind::Started,
+            15 => Kind::OutputEnd,
             _ => return None,
         })
     }
@@ -129,12 +141,16 @@ impl Kind {
     fn is_taken_by(self, receiver: Receiver) -> bool {
         match self {
             Kind::Hello | Kind::Credit => true,
-            Kind::Call | Kind::Input | Kind::InputEnd | Kind::Cancel | Kind::Ping => {
+            Kind::Call | Kind::Accept | Kind::Input | Kind::InputEnd | Kind::Cancel | Kind::Ping => {
                 receiver == Receiver::Guest
             }
-            Kind::Stdout | Kind::Stderr | Kind::Result | Kind::Error | Kind::Pong => {
-                receiver == Receiver::Host
-            }
+            Kind::Started
+            | Kind::Stdout
+            | Kind::Stderr
+            | Kind::OutputEnd
+            | Kind::Result
+            | Kind::Error
+            | Kind::Pong => receiver == Receiver::Host,
         }
     }
 
@@ -147,8 +163,9 @@ impl Kind {
             Kind::Hello => (2, MAX_HELLO_BYTES, "2 to 4096"),
             Kind::Call => (2, MAX_CALL_BYTES, "2 to 16 Mi"),
             Kind::Input | Kind::Stdout | Kind::Stderr => (1, MAX_DATA_BYTES, "1 to 64 Ki"),
-            Kind::InputEnd | Kind::Cancel => (0, 0, "0"),
-            Kind::Credit => (4, 4, "4"),
+            Kind::InputEnd | Kind::OutputEnd | Kind::Cancel => (0, 0, "0"),
+            Kind::Credit | Kind::Accept => (4, 4, "4"),
+            Kind::Started => (2, MAX_STARTED_BYTES, "2 to 4096"),
             Kind::Result | Kind::Error => (2, MAX_ANSWER_BYTES, "2 to 4 Mi"),
             Kind::Ping | Kind::Pong => (8, 8, "8"),
         };
@@ -190,8 +207,23 @@ impl Frame {
         Self::new(Kind::Credit, call, amount.to_be_bytes())
     }
 
+    /// An ACCEPT frame. `listener` is the id of a LISTEN call.
+    pub fn accept(call: u32, listener: u32) -> Self {
+        Self::new(Kind::Accept, call, listener.to_be_bytes())
+    }
+
     /// The amount in a CREDIT frame.
     pub fn credit_amount(&self) -> u32 {
+        self.number()
+    }
+
+    /// The id of the LISTEN call in an ACCEPT frame.
+    pub fn listener(&self) -> u32 {
+        self.number()
+    }
+
+    /// The payload of a CREDIT or an ACCEPT frame.
+    fn number(&self) -> u32 {
         let mut bytes = [0; 4];
         let length = self.payload.len().min(4);
         bytes[..length].copy_from_slice(&self.payload[..length]);
@@ -214,7 +246,7 @@ impl fmt::Debug for Frame {
     }
 }
 
-/// The header of a frame whose payload is written separately.
+/// Encodes the header of a frame whose payload is written separately.
 ///
 /// # Panics
 /// When the payload is longer than its kind allows: the sender must have checked.
@@ -243,10 +275,10 @@ impl Decoder {
         Self { receiver, header: [0; HEADER_BYTES], header_length: 0, pending: None }
     }
 
-    /// Takes bytes from the front of `input` until a frame is whole, and returns it.
+    /// Takes bytes from the front of `input` until a frame is complete, and returns it.
     ///
-    /// `None` means that all of `input` was taken and more is needed. After an error the decoder must not be
-    /// used any more.
+    /// Returns `None` when all of `input` was taken and the frame is not complete. After an error the decoder must not
+    /// be used again.
     pub fn decode(&mut self, input: &mut &[u8]) -> Result<Option<Frame>, ProtocolError> {
         loop {
             if let Some((frame, length)) = &mut self.pending {
@@ -271,7 +303,7 @@ impl Decoder {
         }
     }
 
-    /// Whether the stream may end here.
+    /// Fails when the stream ends inside a frame.
     pub fn finish(&self) -> Result<(), ProtocolError> {
         if self.header_length == 0 && self.pending.is_none() { Ok(()) } else { Err(ProtocolError::Truncated) }
     }
@@ -301,13 +333,13 @@ mod tests {
     use super::*;
 
     fn any_frame(receiver: Receiver) -> impl Strategy<Value = Frame> {
-        (1_u8..=12, 1_u32.., vec(any::<u8>(), 0..300)).prop_filter_map(
+        (1_u8..=15, 1_u32.., vec(any::<u8>(), 0..300)).prop_filter_map(
             "kind",
             move |(kind, call, mut payload)| {
                 let kind = Kind::from_byte(kind)?;
                 match kind {
-                    Kind::InputEnd | Kind::Cancel => payload.clear(),
-                    Kind::Credit => payload.resize(4, 1),
+                    Kind::InputEnd | Kind::OutputEnd | Kind::Cancel => payload.clear(),
+                    Kind::Credit | Kind::Accept => payload.resize(4, 1),
                     Kind::Ping | Kind::Pong => payload.resize(8, 0),
                     _ => payload.resize(payload.len().max(2), 7),
                 }
@@ -367,9 +399,15 @@ mod tests {
 
     #[test]
     fn a_frame_that_is_too_long_is_refused_at_its_header() {
-        for (kind, length) in
-            [(6_u8, MAX_DATA_BYTES + 1), (9, MAX_ANSWER_BYTES + 1), (1, 4097), (6, 0), (12, 9)]
-        {
+        for (kind, length) in [
+            (6_u8, MAX_DATA_BYTES + 1),
+            (9, MAX_ANSWER_BYTES + 1),
+            (1, 4097),
+            (6, 0),
+            (12, 9),
+            (14, 4097),
+            (15, 1),
+        ] {
             let mut header = u32::try_from(length).unwrap().to_be_bytes().to_vec();
             header.push(kind);
             header.extend_from_slice(&u32::from(kind != 1 && kind != 12).to_be_bytes());
@@ -384,6 +422,17 @@ mod tests {
         assert_eq!(decode_all(Receiver::Host, &[&call]), Err(ProtocolError::UnexpectedKind(2)));
         let result = Frame::new(Kind::Result, 1, *b"{}").to_bytes();
         assert_eq!(decode_all(Receiver::Guest, &[&result]), Err(ProtocolError::UnexpectedKind(9)));
+        let accept = Frame::accept(1, 7).to_bytes();
+        assert_eq!(decode_all(Receiver::Guest, &[&accept]).unwrap()[0].listener(), 7);
+        assert_eq!(decode_all(Receiver::Host, &[&accept]), Err(ProtocolError::UnexpectedKind(13)));
+        for kind in [Kind::Started, Kind::OutputEnd] {
+            let payload = if kind == Kind::Started { b"{}".to_vec() } else { Vec::new() };
+            let frame = Frame::new(kind, 1, payload).to_bytes();
+            assert_eq!(
+                decode_all(Receiver::Guest, &[&frame]),
+                Err(ProtocolError::UnexpectedKind(kind as u8))
+            );
+        }
         let no_call = Frame::new(Kind::Call, 0, *b"{}").to_bytes();
         assert_eq!(decode_all(Receiver::Guest, &[&no_call]), Err(ProtocolError::BadCallId(Kind::Call, 0)));
     }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   host                                     guest
-//!    │ HELLO {protocol range, version} ──────▶ │
+//!    │ HELLO {oldest, newest} ───────────────▶ │
 //!    │ ◀────── HELLO {protocol, version, boot} │      one exchange, first thing on a connection
 //!    │ CALL 1 {"bash": …} ───────────────────▶ │
 //!    │ CALL 2 {"write": …} ──────────────────▶ │      many calls at once, ids chosen by the host,
@@ -17,22 +17,57 @@
 //! A frame is a 9-byte header (payload length, kind, call id; big endian) and its payload: JSON for messages,
 //! raw bytes for data. Every call ends with exactly one RESULT or ERROR.
 //!
-//! Invariants, kept by both decoders:
+//! # Listeners
+//!
+//! Programs in the sandbox connect to the host through a port that the agent opens in the sandbox. The protocol has no
+//! calls from the guest to the host. Instead the host parks ACCEPT calls, and each becomes one connection:
+//!
+//! ```text
+//!   host                                     guest                           a program in the sandbox
+//!    │ CALL 3 {"listen": {"port": 0}} ───────▶ │ listen on 127.0.0.1:40404
+//!    │ ◀────────── STARTED 3 {"port": 40404}   │
+//!    │ ACCEPT 4 (listener 3) ────────────────▶ │ parked
+//!    │ ACCEPT 5 (listener 3) ────────────────▶ │ parked
+//!    │ ◀─────────────────── STARTED 4 {}       │ ◀──────────────────────────── connect
+//!    │ INPUT 4 bytes… ───────────────────────▶ │ bytes… ─────────────────────▶
+//!    │ ◀───────────────────── STDOUT 4 bytes…  │ ◀───────────────────────────── bytes…
+//!    │ ◀───────────────────── OUTPUT_END 4     │ ◀───────────────────────────── end of its sending side
+//!    │ INPUT_END 4 ──────────────────────────▶ │ end of our sending side ────▶
+//!    │ ◀──────────────────── RESULT 4 {}       │ close
+//!    │ CANCEL 3 ─────────────────────────────▶ │ close the port and the connections of calls 4, 5, …
+//! ```
+//!
+//! - STARTED comes before the first data byte, so that a protocol works in which the server speaks first.
+//! - CANCEL of an ACCEPT call resets its connection. After INPUT_END the agent first delivers the input, for a limited time.
+//! - A connection without a parked ACCEPT call waits for a limited time, then the agent closes it. The number of those that
+//!   wait is limited by the agent and by the backlog of the port.
+//! - ACCEPT calls have a limit of their own ([`MAX_ACCEPTS`]): connections can't keep the host from other calls.
+//!
+//! # Invariants
+//!
+//! Both sides keep them:
 //! - the length is checked against the limit of its kind before a byte of payload is stored;
 //! - data flows only against credit, so no peer can make the other buffer more than it granted;
-//! - what a peer may not send is an error that ends the connection, never a guess.
+//! - a frame that the peer may not send ends the connection.
 //!
-//! Versions: an agent speaks one version for its whole life, and sandboxes outlive servers. The host adapts to
-//! the agent it meets ([`HostHello::agree`]); an old agent never has to learn anything new.
+//! # Versions
+//!
+//! An agent speaks one version for its whole life, and sandboxes outlive servers. The host adapts to the agent's version
+//! ([`HostHello::agree`], [`GuestCall::adapt`]): an older agent gets no call and no field that its version lacks.
 
 mod credit;
 mod frame;
+mod git_failure;
+mod limits;
 mod message;
+mod version;
 
 pub use credit::{Credit, CreditError, INITIAL_CREDIT, MAX_CREDIT, data_cost};
 pub use frame::{Decoder, Frame, HEADER_BYTES, Kind, MAX_DATA_BYTES, ProtocolError, Receiver, encode_header};
+pub use git_failure::GitFailureReason;
+pub use limits::{CHANNEL_PORT, MAX_ACCEPTS, MAX_CALLS, MAX_LISTENERS, READY_PORT};
 pub use message::{
-    AgentHello, AttachCall, BashCall, CHANNEL_PORT, Configuration, ConnectCall, GuestCall, HostHello,
-    MachineCall, OperationCall, PROTOCOL_VERSION, READY_PORT, ServeAnswer, ServeCall, ShutdownCall,
-    UsageAnswer, VersionMismatch, WriteCall,
+    AttachCall, BashCall, Configuration, ConnectCall, GuestCall, ListenCall, Listening, MachineCall,
+    OperationCall, ServeAnswer, ServeCall, ShutdownCall, UsageAnswer, WriteCall,
 };
+pub use version::{AgentHello, AgentTooOld, HostHello, PROTOCOL_VERSION, VersionMismatch};

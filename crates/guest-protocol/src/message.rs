@@ -1,7 +1,7 @@
-//! Messages: what the JSON in HELLO, CALL and RESULT frames says.
+//! Messages: the JSON in CALL, STARTED and RESULT frames.
 //!
-//! Answers of the tools are the types of `emergent_wire::tools`; outputs that may be large or not text
-//! (a command's output, a file's bytes) travel as data frames beside them.
+//! Answers of the tools are the types of `emergent_wire::tools`. Output that may be large or binary (a command's output, a
+//! file's bytes) is sent as data frames before the answer.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -11,71 +11,13 @@ use emergent_wire::git::GitRequest;
 use emergent_wire::tools::{BashRequest, EditRequest, GlobRequest, GrepRequest, ReadRequest};
 use serde::{Deserialize, Serialize};
 
-/// The version this build of the agent speaks.
-pub const PROTOCOL_VERSION: u16 = 2;
-/// The oldest agent this build of the server still speaks with.
-const OLDEST_AGENT: u16 = 1;
-
-/// The vsock port on which the agent of a virtual machine takes channels.
-pub const CHANNEL_PORT: u32 = 1024;
-/// The vsock port of the host that it connects to once when it does.
-pub const READY_PORT: u32 = 1025;
-
-/// The host's HELLO.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostHello {
-    /// The oldest protocol version the host speaks.
-    pub oldest: u16,
-    /// The newest.
-    pub newest: u16,
-}
-
-impl Default for HostHello {
-    fn default() -> Self {
-        Self { oldest: OLDEST_AGENT, newest: PROTOCOL_VERSION }
-    }
-}
-
-/// The guest's HELLO.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AgentHello {
-    /// The protocol version the agent speaks.
-    pub protocol: u16,
-    /// The agent's own version.
-    pub version: String,
-    /// New each time the agent starts: tells a restarted sandbox from a reconnected one.
-    pub boot_id: String,
-}
-
-/// Host and agent have no version in common.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "the agent speaks protocol {agent}, this server {oldest} to {newest}: restart the workspace to renew its agent"
-)]
-pub struct VersionMismatch {
-    agent: u16,
-    oldest: u16,
-    newest: u16,
-}
-
-impl HostHello {
-    /// Whether the host can speak with this agent.
-    pub fn agree(&self, agent: &AgentHello) -> Result<u16, VersionMismatch> {
-        if (self.oldest..=self.newest).contains(&agent.protocol) {
-            Ok(agent.protocol)
-        } else {
-            Err(VersionMismatch { agent: agent.protocol, oldest: self.oldest, newest: self.newest })
-        }
-    }
-}
-
-/// What a CALL frame asks for.
+/// The request in a CALL frame.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GuestCall {
     /// Binds the sandbox to its workspace. Answer: `{}`.
     Configure(Configuration),
-    /// Makes a virtual machine this one and no other. Answer: `{}`.
+    /// Gives a virtual machine its identity. Answer: `{}`.
     Machine(MachineCall),
     /// Runs a command. Output as data; answer: `BashAnswer` with empty `stdout` and `stderr`.
     Bash(BashCall),
@@ -96,68 +38,71 @@ pub enum GuestCall {
     Grep(GrepRequest),
     /// Answer: `GitAnswer`.
     Git(GitRequest),
-    /// Runs a server: its standard input comes as INPUT, its output goes as data as it comes, until it ends. When the
-    /// call is cancelled or the channel ends, so do the server and all it started. Answer: [`ServeAnswer`].
+    /// Runs a server until it ends: INPUT is its standard input, its output is sent as data. When the call is cancelled
+    /// or the channel ends, the agent ends the server and its descendants. Answer: [`ServeAnswer`].
     Serve(ServeCall),
-    /// Connects to a port of the sandbox: what comes as INPUT is sent, what is received goes as data. Answer: `{}`.
+    /// Connects to a port of the sandbox: INPUT is sent to it, received bytes are sent as data. Answer: `{}`.
     Connect(ConnectCall),
+    /// Opens a TCP port on 127.0.0.1 of the sandbox. STARTED holds a [`Listening`]; ACCEPT calls get its connections. The
+    /// port and its connections close when the call is cancelled or the channel ends. Answer: `{}`. Since version 3.
+    Listen(ListenCall),
     /// Answer: [`UsageAnswer`].
     Usage(()),
-    /// Puts on the disk what was written. Answer: `{}`.
+    /// Flushes the file systems to the disk. Answer: `{}`.
     Flush(()),
     /// Ends all commands (SIGTERM, grace, SIGKILL) and flushes the disk. Answer: `{}`.
     Shutdown(ShutdownCall),
-    /// The same, and then ends the virtual machine. There is no answer but its end.
+    /// The same, then ends the virtual machine. The end of the machine takes the place of an answer.
     PowerOff(ShutdownCall),
 }
 
-/// What makes a sandbox the sandbox of one workspace. Sent first on every connection, so that neither the
-/// image nor the container's own settings hold it.
+/// The configuration that binds a sandbox to its workspace. The host sends it first on every connection, so that neither
+/// the image nor the container's settings hold it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Configuration {
     /// Variables every command sees.
     #[serde(default)]
     pub environment: BTreeMap<String, String>,
-    /// Where file tools must stay; empty: anywhere in the sandbox.
+    /// The directories that file tools are confined to; empty: the whole sandbox.
     #[serde(default)]
     pub confined_to: Vec<String>,
-    /// The name servers to use, when the sandbox's own settings would not work.
+    /// The name servers that replace those of the sandbox's settings; empty: the settings stay.
     #[serde(default)]
     pub nameservers: Vec<String>,
     /// The memory limit in bytes; the agent acts before the host kills the whole sandbox.
     #[serde(default)]
     pub memory_bytes: Option<u64>,
-    /// The disk limit in bytes that the agent must watch, when the file system does not enforce it.
+    /// The disk limit in bytes that the agent enforces, when the file system does not.
     #[serde(default)]
     pub watched_disk_bytes: Option<u64>,
-    /// The most tasks (processes and threads) that commands may have; without it as many as the sandbox can hold. Since
-    /// version 2; older agents do not limit them.
-    #[serde(default)]
+    /// The limit on the tasks (processes and threads) of commands; none: as many as the sandbox can hold. Since version 2;
+    /// agents of version 1 do not limit them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_tasks: Option<u32>,
     /// No commands are expected: no shells are started ahead.
     #[serde(default)]
     pub without_shells: bool,
 }
 
-/// What a virtual machine is called, where it is, what time it is. Sent by whoever started it, before anybody uses it, and
-/// again when it was put back from a copy of its memory.
+/// The identity of a virtual machine: name, address, time. The manager sends it after each start, before the first use, and
+/// again after the machine was restored from a memory snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineCall {
     /// Its host name.
     pub hostname: String,
-    /// What programs tell machines apart by: 32 hexadecimal digits.
+    /// The content of `/etc/machine-id`: 32 hexadecimal digits.
     pub machine_id: String,
     /// The time, in milliseconds since 1970.
     pub unix_time_ms: u64,
-    /// Random bytes that no other machine gets.
+    /// Random bytes for its kernel's generator; each machine gets others.
     pub entropy: Vec<u8>,
     /// The hardware address of its interface.
     pub mac: Option<String>,
     /// Its address.
     pub address: Option<Ipv4Addr>,
-    /// How many bits of the address name the network.
+    /// The length of the network prefix in bits.
     pub prefix: u8,
-    /// Where packets to elsewhere go; none: nowhere.
+    /// The default gateway; none: no default route.
     pub gateway: Option<Ipv4Addr>,
     /// The name servers that it can reach.
     pub nameservers: Vec<String>,
@@ -185,10 +130,10 @@ pub struct BashCall {
 pub struct AttachCall {
     /// The operation.
     pub operation_id: OperationId,
-    /// Where in its output to start.
+    /// The offset in its output to start at.
     #[serde(default)]
     pub offset: u64,
-    /// Stay until it ends; else answer with what is there.
+    /// Follow until it ends; else answer with the output so far.
     #[serde(default)]
     pub follow: bool,
 }
@@ -215,25 +160,25 @@ pub struct ServeCall {
     /// Variables it sees besides those of the sandbox.
     #[serde(default)]
     pub environment: BTreeMap<String, String>,
-    /// Where it runs; `/workspace` unless given.
+    /// Its working directory; `/workspace` unless given.
     #[serde(default)]
     pub directory: Option<String>,
-    /// Who it runs as, in the form of an image's USER (`name`, `uid`, `name:group`, …); root unless given.
+    /// Its user, in the form of an image's USER (`name`, `uid`, `name:group`, …); root unless given.
     #[serde(default)]
     pub user: Option<String>,
-    /// Directories that are its own: while they are root's, they are given to its user.
+    /// Directories that are given to its user, if root owns them.
     #[serde(default)]
     pub owned: Vec<String>,
 }
 
-/// How a server ended.
+/// The end of a server.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServeAnswer {
     /// Its exit code; none when a signal ended it.
     pub exit_code: Option<i32>,
     /// The signal that ended it.
     pub signal: Option<String>,
-    /// Whether it was ended for want of memory.
+    /// Whether it was killed because memory ran out.
     pub oom_killed: bool,
     /// How long it ran.
     pub duration_ms: u64,
@@ -244,39 +189,53 @@ pub struct ServeAnswer {
 pub struct ConnectCall {
     /// The port, on the sandbox's own loopback address.
     pub port: u16,
-    /// How long to try while nobody listens there.
+    /// How long to retry while no program listens on the port.
     #[serde(default)]
     pub wait_ms: u64,
-    /// Only find out whether somebody listens.
+    /// Only test whether a program listens on the port.
     #[serde(default)]
     pub probe: bool,
+}
+
+/// Opens a TCP port on 127.0.0.1 of the sandbox.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListenCall {
+    /// The port; 0: any free one.
+    pub port: u16,
+}
+
+/// The STARTED message of a LISTEN call.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listening {
+    /// The port that is open.
+    pub port: u16,
 }
 
 /// Ends all commands.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ShutdownCall {
-    /// How long commands have after SIGTERM.
+    /// The time between SIGTERM and SIGKILL.
     pub grace_ms: u64,
 }
 
-/// What the sandbox uses.
+/// The resources that the sandbox uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UsageAnswer {
     /// Bytes used under `/workspace`.
     pub disk_used_bytes: u64,
-    /// Bytes there are under `/workspace`.
+    /// The capacity of `/workspace` in bytes.
     pub disk_total_bytes: u64,
     /// Memory in use.
     pub memory_used_bytes: u64,
-    /// Memory there is.
+    /// The sandbox's memory.
     pub memory_total_bytes: u64,
     /// Resident memory of the agent itself.
     pub agent_rss_bytes: u64,
-    /// Processes besides the agent and its shells in waiting.
+    /// Processes besides the agent and the processes that it has started ahead.
     pub processes: u64,
     /// Commands that run in the background.
     pub running_operations: u64,
-    /// CPU time that everything in the sandbox has used since it was started.
+    /// CPU time of all processes since the sandbox was started.
     #[serde(default)]
     pub cpu_time_ms: u64,
 }

@@ -1,5 +1,5 @@
-//! The protocol as bytes. A change of this snapshot is a change of the protocol: sandboxes that run now have
-//! the old agent, so it needs a new version and a host that still speaks the old one.
+//! The protocol as bytes. A change of this snapshot is a change of the protocol: running sandboxes have the old agent, so
+//! it needs a new version and a host that still speaks the old one.
 
 use std::collections::BTreeMap;
 
@@ -59,8 +59,9 @@ fn messages_and_frames_are_frozen() {
             owned: vec!["/data".into()],
         }),
         GuestCall::Connect(ConnectCall { port: 8080, wait_ms: 1000, probe: true }),
+        GuestCall::Listen(ListenCall { port: 8080 }),
         GuestCall::Shutdown(ShutdownCall { grace_ms: 10_000 }),
-        // Virtual machines only, whose agent is of the same version as who starts them.
+        // Only for virtual machines. Their agent is of the same version as the manager that starts them.
         GuestCall::Machine(MachineCall {
             hostname: "0123456789ab".into(),
             machine_id: "0123456789abcdef0123456789abcdef".into(),
@@ -92,6 +93,9 @@ fn messages_and_frames_are_frozen() {
         Frame::message(Kind::Error, 6, &error).unwrap(),
         Frame::new(Kind::Ping, 0, 9_u64.to_be_bytes()),
         Frame::new(Kind::Pong, 0, 9_u64.to_be_bytes()),
+        Frame::accept(8, 7),
+        Frame::message(Kind::Started, 7, &Listening { port: 8080 }).unwrap(),
+        Frame::new(Kind::OutputEnd, 8, []),
     ];
     let mut text = format!("protocol {PROTOCOL_VERSION}\n\n");
     for call in &calls {

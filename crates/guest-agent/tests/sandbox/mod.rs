@@ -1,0 +1,87 @@
+//! Runs a test in namespaces of its own: an agent thinks that it has a sandbox to itself, and its ports, processes and
+//! files meet nobody else's.
+#![allow(dead_code, reason = "each test binary uses a part")]
+#![allow(clippy::unwrap_used, reason = "a test that fails shall say where")]
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+
+use emergent_guest_client::GuestClient;
+
+/// Set inside the namespaces.
+const INSIDE: &str = "EMERGENT_TEST_INSIDE";
+/// The size of `/workspace`, unless a test needs another.
+pub(crate) const WORKSPACE_BYTES: u64 = 256 << 20;
+
+/// Runs `test`, which is the whole test called `name`, in namespaces of its own.
+pub(crate) fn inside(name: &str, workspace_bytes: u64, test: impl AsyncFnOnce()) {
+    if std::env::var_os(INSIDE).is_some() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+        runtime.block_on(test());
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sandbox/enter.sh");
+    let mut command = Command::new("unshare");
+    // Ids are mapped for a user who is not root.
+    if std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) != 0) {
+        command.arg("--map-root-user");
+    }
+    let status = command
+        .args(["--net", "--mount", "--pid", "--ipc", "--fork", "--kill-child", "sh", script])
+        .arg(root.path())
+        .arg(workspace_bytes.to_string())
+        .arg(std::env::current_exe().unwrap())
+        .args([name, "--exact", "--nocapture"])
+        .env(INSIDE, "1")
+        .status()
+        .unwrap();
+    assert!(status.success(), "{status}");
+}
+
+/// An agent and its first channel.
+pub(crate) struct Agent {
+    pub(crate) child: Child,
+    pub(crate) client: GuestClient,
+}
+
+impl Agent {
+    /// Starts the real agent on a socket.
+    pub(crate) async fn start() -> Self {
+        let (host, guest) = UnixStream::pair().unwrap();
+        let child = Command::new(env!("CARGO_BIN_EXE_emergent-guest"))
+            .arg("init")
+            .stdin(Stdio::from(OwnedFd::from(guest.try_clone().unwrap())))
+            .stdout(Stdio::from(OwnedFd::from(guest)))
+            .spawn()
+            .unwrap();
+        host.set_nonblocking(true).unwrap();
+        let (reader, writer) = tokio::io::split(tokio::net::UnixStream::from_std(host).unwrap());
+        Self { child, client: GuestClient::connect(reader, writer).await.unwrap() }
+    }
+
+    /// The number of the agent's open descriptors.
+    pub(crate) fn descriptors(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap().count()
+    }
+
+    /// The number of the agent's threads.
+    pub(crate) fn threads(&self) -> usize {
+        std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap().count()
+    }
+
+    /// The agent's resident memory.
+    pub(crate) fn resident_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
