@@ -72,6 +72,9 @@ struct Reader {
 /// A call that was read and not yet run.
 type Pending = (Frame, Arc<Call>);
 
+/// An ACCEPT call, and where it is parked.
+type ParkedCall = (Arc<Parking>, Arc<Call>);
+
 /// Serves a channel in the background. `keep` is dropped when the channel ends.
 pub(crate) fn serve_in_background(
     agent: &Arc<Agent>,
@@ -264,7 +267,7 @@ impl Connection {
         self: &Arc<Self>,
         id: u32,
         listener: u32,
-    ) -> Result<Result<(Arc<Parking>, Arc<Call>), ErrorDetail>, ProtocolError> {
+    ) -> Result<Result<ParkedCall, ErrorDetail>, ProtocolError> {
         let mut calls = self.calls();
         calls.begin(id)?;
         let Some(parking) = calls.listeners.get(&listener).cloned() else {

@@ -57,6 +57,7 @@ fn main() -> ExitCode {
         ["connect"] => handover::connect(),
         [user::RUN_AS, ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
         [user::END_FAMILY, ids, tag] => user::end_family(ids, tag),
+        [git::credentials::SUBCOMMAND, name, operation] => git::credentials::report(name, operation),
         ["version"] => {
             log(&format!(
                 "emergent-guest {} protocol {}",

@@ -3,12 +3,16 @@
 //! git never asks (no terminal, no prompt), never pages, and never sees a credential that is not given to this
 //! one operation. Values from the request are validated so that none can be taken for an option.
 
+pub(crate) mod credentials;
+mod failure;
 mod parse;
+mod remote;
 mod run;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use emergent_guest_protocol::GitFailureReason;
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
 use emergent_wire::tools::WORKSPACE_DIR;
 use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
@@ -73,19 +77,51 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
     }
     arguments.extend(["--", url, &place]);
     let parent = git.at(target.parent());
-    parent.output(&arguments)?;
+    if let Err(error) = parent.transfer(&arguments, Some(url)) {
+        return Err(explain_failed_clone(git, &target, request, error));
+    }
     if let Some(commit) = commit {
         let cloned = git.at(target.place());
-        if cloned.output(&["cat-file", "-e", &format!("{commit}^{{commit}}")]).is_err() {
+        if !cloned.succeeds(&["cat-file", "-e", &format!("{commit}^{{commit}}")]) {
             let mut fetch = vec!["fetch", "--no-progress"];
             fetch.extend(depth.as_deref());
             fetch.extend(["origin", commit]);
-            cloned.output(&fetch)?;
+            cloned.transfer(&fetch, Some("origin"))?;
         }
         cloned.output(&["checkout", "--detach", commit, "--"])?;
     }
     target.finish()?;
     Ok(GitAnswer { status: Some(status(git)?), ..GitAnswer::default() })
+}
+
+/// Looks for a full disk behind a clone that failed for an unknown reason. git removes the files of a failed clone, so the
+/// disk has room again. A failed fetch leaves its files, so the transfer is repeated as a fetch. [`Target`] removes them.
+fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error: ErrorDetail) -> ErrorDetail {
+    let is_unknown = error.code == ErrorCode::GitFailed && GitFailureReason::of(&error).is_none();
+    if !is_unknown || std::fs::create_dir_all(target.place()).is_err() {
+        return error;
+    }
+    let repeated = git.at(target.place());
+    if !repeated.succeeds(&["init", "--quiet", "--bare"]) {
+        return error;
+    }
+    let url = request.repository_url.as_deref().unwrap_or_default();
+    let depth = request.limit.map(|limit| format!("--depth={limit}"));
+    let mut fetch = vec!["fetch", "--no-progress", "--quiet"];
+    fetch.extend(depth.as_deref());
+    fetch.extend(["--", url]);
+    fetch.push(match (request.branch.as_deref(), request.limit) {
+        (Some(branch), _) => branch,
+        (None, Some(_)) => "HEAD",
+        (None, None) => "+refs/heads/*:refs/remotes/origin/*",
+    });
+    match repeated.transfer(&fetch, Some(url)) {
+        Err(found) if found.code == ErrorCode::DiskFull => {
+            let message = format!("the workspace's disk is full: {}", error.message);
+            ErrorDetail { message, ..found }
+        }
+        _ => error,
+    }
 }
 
 /// Where a clone goes. git wants an empty directory, and ours may hold `.emergent`: then the clone is made in
@@ -238,19 +274,20 @@ fn commit(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, E
 fn push(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
     let remote = request.remote.as_deref().unwrap_or("origin");
     let branch = request.branch.as_deref().unwrap_or("HEAD");
-    let output = git.output_with_errors(&["push", "--no-progress", "--set-upstream", remote, branch])?;
+    let output = git.transfer(&["push", "--no-progress", "--set-upstream", remote, branch], Some(remote))?;
     Ok(GitAnswer { output: Some(output), ..GitAnswer::default() })
 }
 
 fn pull(git: &Git, request: &GitRequest) -> Result<GitAnswer, ErrorDetail> {
     let remote = request.remote.as_deref().unwrap_or("origin");
     let mut arguments = vec!["pull", "--no-progress", "--ff", "--no-rebase", "--no-edit"];
-    if request.remote.is_some() || request.branch.is_some() {
+    let is_named = request.remote.is_some() || request.branch.is_some();
+    if is_named {
         arguments.push(remote);
     }
     arguments.extend(request.branch.as_deref());
     // A pull may make a merge commit.
-    let output = git.with_identity().output_with_errors(&arguments)?;
+    let output = git.with_identity().transfer(&arguments, is_named.then_some(remote))?;
     Ok(GitAnswer { output: Some(output), status: Some(status(git)?), ..GitAnswer::default() })
 }
 

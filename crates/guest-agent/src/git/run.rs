@@ -9,6 +9,8 @@ use emergent_wire::git_url::redact_urls;
 use emergent_wire::tools::{MAX_STREAM_BYTES, MAX_TIMEOUT_MS};
 use emergent_wire::{ErrorCode, ErrorDetail};
 
+use super::credentials::CredentialObserver;
+use super::failure::{self, SpaceWatch};
 use crate::agent::Agent;
 use crate::call::{Call, cancelled};
 use crate::command::{self, Sink, Stopped, Stream};
@@ -16,12 +18,18 @@ use crate::reaper::Ended;
 use crate::shell::find_program;
 use crate::spawn::Input;
 
-/// What is kept of git's output: enough for a status of thousands of files.
+/// The part of git's output that is kept: enough for a status of thousands of files.
 const MAX_OUTPUT_BYTES: usize = 4 << 20;
 /// The author and committer of commits where neither git's configuration nor the environment names one.
 const FALLBACK_IDENTITY: [(&str, &str); 2] = [("NAME", "Emergent Agent"), ("EMAIL", "agent@emergent.local")];
 /// The keys of git's configuration that name an author or a committer.
 const IDENTITY_KEYS: &str = r"^(user|author|committer)\.(name|email)$";
+
+/// The time for a program that helps to find the reason of a failure.
+const PROBE_TIME: Duration = Duration::from_secs(10);
+/// The settings of every git command.
+const SETTINGS: [&str; 4] =
+    ["safe.directory=*", "color.ui=false", "core.quotePath=false", "protocol.ext.allow=never"];
 
 /// git in a directory.
 pub(super) struct Git {
@@ -59,76 +67,122 @@ impl Git {
 
     /// The same, able to commit: the fallback identity fills what nobody has set.
     pub(super) fn with_identity(&self) -> Self {
-        // Fails when no key is set.
-        let keys = self.output(&["config", "--name-only", "--get-regexp", IDENTITY_KEYS]).unwrap_or_default();
+        // Exits with an error when no key is set.
+        let list = ["config", "--name-only", "--get-regexp", IDENTITY_KEYS];
+        let keys = self.execute(&list, None).map(|(captured, _)| captured.stdout).unwrap_or_default();
         let identity = missing_identity(&String::from_utf8_lossy(&keys), &self.agent.environment());
         Self { identity, ..self.at(&self.directory) }
     }
 
-    /// What git printed, when it succeeded.
+    /// The standard output of a command that succeeds.
     pub(super) fn output(&self, arguments: &[&str]) -> Result<Vec<u8>, ErrorDetail> {
-        self.run(arguments).map(|captured| captured.stdout)
+        self.run(arguments, None).map(|captured| captured.stdout)
     }
 
-    /// What git printed to either stream, when it succeeded.
-    pub(super) fn output_with_errors(&self, arguments: &[&str]) -> Result<String, ErrorDetail> {
-        let captured = self.run(arguments)?;
+    /// Whether a command exits with status 0.
+    pub(super) fn succeeds(&self, arguments: &[&str]) -> bool {
+        matches!(self.execute(arguments, None), Ok((_, Ended::Exited(0))))
+    }
+
+    /// The first line of a command's standard output, if it succeeds and prints one.
+    pub(super) fn first_line(&self, arguments: &[&str]) -> Option<String> {
+        let (captured, Ended::Exited(0)) = self.execute(arguments, None).ok()? else { return None };
+        let text = String::from_utf8(captured.stdout).ok()?;
+        text.lines().next().filter(|line| !line.is_empty()).map(str::to_owned)
+    }
+
+    /// Exchanges commits with a remote (none: the branch's own). Returns both streams of a command that succeeds.
+    pub(super) fn transfer(&self, arguments: &[&str], remote: Option<&str>) -> Result<String, ErrorDetail> {
+        let observer = CredentialObserver::new().map_err(|error| refused(&error))?;
+        let transfer = Transfer { remote, is_push: arguments.first() == Some(&"push"), observer };
+        let captured = self.run(arguments, Some(&transfer))?;
         let both = [captured.stdout, captured.stderr].concat();
         Ok(redact_urls(&String::from_utf8_lossy(&both[..both.len().min(MAX_STREAM_BYTES)])).into_owned())
     }
 
-    /// What git printed as text, cut at what an answer holds, and whether it was cut.
+    /// The standard output of a command that succeeds as text, cut at the limit of an answer, and whether it was cut.
     pub(super) fn text(&self, arguments: &[&str]) -> Result<(String, bool), ErrorDetail> {
-        let captured = self.run(arguments)?;
+        let captured = self.run(arguments, None)?;
         let shown = &captured.stdout[..captured.stdout.len().min(MAX_STREAM_BYTES)];
         Ok((String::from_utf8_lossy(shown).into_owned(), captured.total > shown.len()))
     }
 
-    fn run(&self, arguments: &[&str]) -> Result<Captured, ErrorDetail> {
+    fn run(&self, arguments: &[&str], transfer: Option<&Transfer<'_>>) -> Result<Captured, ErrorDetail> {
+        let kills = self.agent.disk.kills();
+        match self.execute(arguments, transfer)? {
+            (captured, Ended::Exited(0)) => Ok(captured),
+            (mut captured, _) => {
+                captured.wrote_over_limit = self.agent.disk.kills() > kills;
+                Err(failure::error(self, arguments, &captured, transfer))
+            }
+        }
+    }
+
+    /// Runs git to its end, whatever its exit status.
+    fn execute(
+        &self,
+        arguments: &[&str],
+        transfer: Option<&Transfer<'_>>,
+    ) -> Result<(Captured, Ended), ErrorDetail> {
         if !self.directory.is_dir() {
             let message = format!("{} is not a directory", self.directory.display());
             return Err(ErrorDetail::new(ErrorCode::FileNotFound, message));
         }
-        let options = [
-            "-c",
-            "safe.directory=*",
-            "-c",
-            "color.ui=false",
-            "-c",
-            "core.quotePath=false",
-            "-c",
-            "protocol.ext.allow=never",
-        ];
-        let all: Vec<&str> = options.iter().chain(arguments).copied().collect();
-        let started = command::start(
-            &self.agent.reaper,
-            &self.program,
-            &all,
-            &self.directory,
-            &self.environment(),
-            &Input::Nothing,
-        )
-        .map_err(|error| {
-            ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
-        })?;
-        self.agent.activity.begin();
-        let wake =
-            self.call.wake().map_err(|error| ErrorDetail::new(ErrorCode::LimitReached, error.to_string()))?;
-        let mut captured = Captured::default();
-        let timeout = Some(Duration::from_millis(MAX_TIMEOUT_MS));
-        let outcome = started.run(&mut captured, timeout, &self.call.cancelled, &wake, &self.agent.drain);
-        match (outcome.stopped, outcome.ended) {
-            (Some(Stopped::Cancelled), _) => Err(cancelled()),
-            (Some(Stopped::TimedOut), _) => Err(ErrorDetail::new(
-                ErrorCode::DeadlineExceeded,
-                "git did not end within 10 minutes and was stopped",
-            )),
-            (None, Ended::Exited(0)) => Ok(captured),
-            (None, _) => Err(failure(arguments, &captured)),
+        let helper = transfer.and_then(|transfer| transfer.observer.setting().ok());
+        let mut all: Vec<&str> = SETTINGS.iter().flat_map(|setting| ["-c", setting]).collect();
+        all.extend(helper.iter().flat_map(|setting| ["-c", setting]));
+        all.extend(arguments);
+        self.execute_program(&self.program, &all, Duration::from_millis(MAX_TIMEOUT_MS))
+    }
+
+    /// The standard output of another program of the image, empty when it takes too long; none when the image does not have
+    /// it or it can't be run.
+    pub(super) fn run_program(&self, name: &str, arguments: &[&str]) -> Option<Vec<u8>> {
+        let path = self.agent.environment().remove("PATH").unwrap_or_default();
+        let program = find_program(&path, name)?;
+        match self.execute_program(&program, arguments, PROBE_TIME) {
+            Ok((captured, _)) => Some(captured.stdout),
+            Err(error) if error.code == ErrorCode::DeadlineExceeded => Some(Vec::new()),
+            Err(_) => None,
         }
     }
 
-    fn environment(&self) -> BTreeMap<String, String> {
+    fn execute_program(
+        &self,
+        program: &Path,
+        arguments: &[&str],
+        timeout: Duration,
+    ) -> Result<(Captured, Ended), ErrorDetail> {
+        let environment = self.environment();
+        let started = command::start(
+            &self.agent.reaper,
+            program,
+            arguments,
+            &self.directory,
+            &environment,
+            &Input::Nothing,
+        )
+        .map_err(|error| {
+            let message = format!("{} can't be started: {error}", program.display());
+            ErrorDetail::new(ErrorCode::Unacceptable, message)
+        })?;
+        self.agent.activity.begin();
+        let wake = self.call.wake().map_err(|error| refused(&error))?;
+        let mut captured = Captured::new(&self.directory);
+        let outcome =
+            started.run(&mut captured, Some(timeout), &self.call.cancelled, &wake, &self.agent.drain);
+        captured.space.look();
+        match outcome.stopped {
+            Some(Stopped::Cancelled) => Err(cancelled()),
+            Some(Stopped::TimedOut) => Err(ErrorDetail::new(
+                ErrorCode::DeadlineExceeded,
+                format!("git did not end within {} s and was stopped", timeout.as_secs()),
+            )),
+            None => Ok((captured, outcome.ended)),
+        }
+    }
+
+    pub(super) fn environment(&self) -> BTreeMap<String, String> {
         let mut environment = self.agent.environment();
         let mut set = |name: &str, value: &str| {
             environment.insert(name.to_owned(), value.to_owned());
@@ -142,6 +196,10 @@ impl Git {
         environment.extend(self.identity.clone());
         environment
     }
+}
+
+fn refused(error: &std::io::Error) -> ErrorDetail {
+    ErrorDetail::new(ErrorCode::LimitReached, error.to_string())
 }
 
 /// The variables that give the author and the committer what neither the set `keys` of git's configuration nor the
@@ -166,11 +224,40 @@ fn missing_identity(keys: &str, environment: &BTreeMap<String, String>) -> BTree
     missing
 }
 
-#[derive(Default)]
-struct Captured {
-    stdout: Vec<u8>,
-    stderr: Vec<u8>,
+/// The exchange of commits with a remote.
+pub(super) struct Transfer<'a> {
+    pub(super) remote: Option<&'a str>,
+    pub(super) is_push: bool,
+    observer: CredentialObserver,
+}
+
+impl Transfer<'_> {
+    /// Whether the remote has asked for credentials or rejected some.
+    pub(super) fn was_asked_for_credentials(&self) -> bool {
+        self.observer.was_asked()
+    }
+}
+
+/// The output of a command, cut at limits.
+pub(super) struct Captured {
+    pub(super) stdout: Vec<u8>,
+    pub(super) stderr: Vec<u8>,
+    /// The length of the whole standard output.
     total: usize,
+    space: SpaceWatch,
+    /// A process was killed meanwhile because it wrote over the disk limit that the agent enforces.
+    wrote_over_limit: bool,
+}
+
+impl Captured {
+    fn new(directory: &Path) -> Self {
+        let space = SpaceWatch::new(directory);
+        Self { stdout: Vec::new(), stderr: Vec::new(), total: 0, space, wrote_over_limit: false }
+    }
+
+    pub(super) fn disk_was_full(&self) -> bool {
+        self.wrote_over_limit || self.space.was_full()
+    }
 }
 
 impl Sink for Captured {
@@ -180,33 +267,14 @@ impl Sink for Captured {
                 self.total += bytes.len();
                 (&mut self.stdout, MAX_OUTPUT_BYTES)
             }
-            Stream::Stderr => (&mut self.stderr, MAX_STREAM_BYTES),
+            Stream::Stderr => {
+                self.space.look();
+                (&mut self.stderr, MAX_STREAM_BYTES)
+            }
         };
         buffer.extend_from_slice(&bytes[..bytes.len().min(most - buffer.len())]);
         true
     }
-}
-
-/// git's own words, and what to do where they don't say.
-fn failure(arguments: &[&str], captured: &Captured) -> ErrorDetail {
-    let words = [captured.stderr.as_slice(), &captured.stdout[..captured.stdout.len().min(4096)]].concat();
-    let words = String::from_utf8_lossy(&words[..words.len().min(4096)]);
-    // A remote that was set up by hand may hold a credential.
-    let words = redact_urls(words.trim());
-    let action = arguments.first().copied().unwrap_or_default();
-    let hint = if words.contains("not a git repository") {
-        "; clone a repository first, or give its directory as path"
-    } else if words.contains("could not read Username") || words.contains("Authentication failed") {
-        "; the repository needs credentials"
-    } else if words.contains("No space left on device") {
-        return ErrorDetail::new(
-            ErrorCode::DiskFull,
-            format!("git {action}: the workspace's disk is full: {words}"),
-        );
-    } else {
-        ""
-    };
-    ErrorDetail::new(ErrorCode::GitFailed, format!("git {action} failed: {words}{hint}"))
 }
 
 #[cfg(test)]

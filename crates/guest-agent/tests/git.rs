@@ -1,0 +1,160 @@
+//! The reasons of failed git operations, with the real agent and the image's git.
+#![allow(clippy::unwrap_used, reason = "a test that fails shall say where")]
+
+mod sandbox;
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use emergent_guest_client::CallError;
+use emergent_guest_protocol::{GitFailureReason, GuestCall};
+use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
+use emergent_wire::{ErrorCode, ErrorDetail};
+use sandbox::{Agent, WORKSPACE_BYTES, inside};
+
+/// Runs git beside the agent.
+fn git(directory: &Path, arguments: &[&str]) {
+    let identity = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"];
+    let output = Command::new("git").current_dir(directory).args(identity).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Runs the git tool.
+async fn run(agent: &Agent, request: GitRequest) -> Result<GitAnswer, ErrorDetail> {
+    match agent.client.start(&GuestCall::Git(request)).await.unwrap().answer().await {
+        Ok(answer) => Ok(answer),
+        Err(CallError::Failed(error)) => Err(error),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+async fn clone(agent: &Agent, url: &str) -> Result<GitAnswer, ErrorDetail> {
+    run(agent, GitRequest { repository_url: Some(url.to_owned()), ..GitRequest::new(GitAction::Clone) }).await
+}
+
+/// The code and the reason of a failure.
+fn told(result: Result<GitAnswer, ErrorDetail>) -> (ErrorCode, Option<GitFailureReason>) {
+    let error = result.unwrap_err();
+    (error.code, GitFailureReason::of(&error))
+}
+
+/// An HTTP server that answers every request with this head.
+fn http_server(head: &'static str) -> u16 {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            answer(stream.unwrap(), head);
+        }
+    });
+    port
+}
+
+fn answer(mut stream: TcpStream, head: &str) {
+    let reader = BufReader::new(stream.try_clone().unwrap());
+    let _ = reader.lines().map_while(Result::ok).find(String::is_empty);
+    let _ = write!(stream, "HTTP/1.1 {head}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+}
+
+const UNAUTHORIZED: &str = "401 Unauthorized\r\nWWW-Authenticate: Basic realm=\"git\"";
+
+#[test]
+fn a_remote_that_asks_for_credentials_or_rejects_them_needs_authentication() {
+    inside(
+        "a_remote_that_asks_for_credentials_or_rejects_them_needs_authentication",
+        WORKSPACE_BYTES,
+        async || {
+            let agent = Agent::start().await;
+            let needed = (ErrorCode::GitFailed, Some(GitFailureReason::AuthenticationRequired));
+            let port = http_server(UNAUTHORIZED);
+            assert_eq!(told(clone(&agent, &format!("http://127.0.0.1:{port}/a.git")).await), needed);
+            // The agent is not asked for credentials that the remote's URL has, but git tells it that they are wrong.
+            let workspace = Path::new("/workspace");
+            git(workspace, &["init", "--quiet"]);
+            git(workspace, &["commit", "--quiet", "--allow-empty", "--message=First"]);
+            let url = format!("http://user:wrong@127.0.0.1:{port}/a.git");
+            git(workspace, &["remote", "add", "origin", &url]);
+            for action in [GitAction::Pull, GitAction::Push] {
+                let error = run(&agent, GitRequest::new(action)).await.unwrap_err();
+                assert!(!error.message.contains("wrong"), "{error}");
+                if action == GitAction::Push {
+                    assert_eq!(GitFailureReason::of(&error), needed.1, "{error}");
+                }
+            }
+        },
+    );
+}
+
+#[test]
+fn a_remote_that_refuses_has_another_reason_than_one_that_is_not_reached() {
+    inside(
+        "a_remote_that_refuses_has_another_reason_than_one_that_is_not_reached",
+        WORKSPACE_BYTES,
+        async || {
+            let agent = Agent::start().await;
+            let port = http_server("404 Not Found");
+            let refused = told(clone(&agent, &format!("http://127.0.0.1:{port}/a.git")).await);
+            assert_eq!(refused, (ErrorCode::GitFailed, None));
+            let unreachable = (ErrorCode::GitFailed, Some(GitFailureReason::NetworkUnreachable));
+            for url in ["http://127.0.0.1:1/a.git", "https://no-such-host.invalid/a.git"] {
+                assert_eq!(told(clone(&agent, url).await), unreachable, "{url}");
+            }
+            assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
+        },
+    );
+}
+
+#[test]
+fn a_directory_outside_a_repository_is_not_a_repository() {
+    inside("a_directory_outside_a_repository_is_not_a_repository", WORKSPACE_BYTES, async || {
+        let agent = Agent::start().await;
+        let expected = (ErrorCode::GitFailed, Some(GitFailureReason::NotARepository));
+        for action in [GitAction::Status, GitAction::Diff, GitAction::Log, GitAction::Pull] {
+            assert_eq!(told(run(&agent, GitRequest::new(action)).await), expected, "{action:?}");
+        }
+        // In a repository, a branch that is not there is git's refusal.
+        git(Path::new("/workspace"), &["init", "--quiet"]);
+        let checkout =
+            GitRequest { branch: Some("no-such-branch".into()), ..GitRequest::new(GitAction::Checkout) };
+        assert_eq!(told(run(&agent, checkout).await), (ErrorCode::GitFailed, None));
+    });
+}
+
+#[test]
+fn a_clone_that_fills_the_disk_and_one_that_fits_differ() {
+    const DISK_BYTES: u64 = 8 << 20;
+    inside("a_clone_that_fills_the_disk_and_one_that_fits_differ", DISK_BYTES, async || {
+        let agent = Agent::start().await;
+        let repositories = tempfile::tempdir().unwrap();
+        for (name, bytes) in [("small", 1 << 10), ("large", 16 << 20)] {
+            let repository = repositories.path().join(name);
+            std::fs::create_dir(&repository).unwrap();
+            git(&repository, &["init", "--quiet"]);
+            let mut random = std::io::Read::take(std::fs::File::open("/dev/urandom").unwrap(), bytes);
+            std::io::copy(&mut random, &mut std::fs::File::create(repository.join("file")).unwrap()).unwrap();
+            git(&repository, &["add", "--all"]);
+            git(&repository, &["commit", "--quiet", "--message=First"]);
+        }
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+        let mut daemon = Command::new("git")
+            .args(["daemon", "--export-all", "--reuseaddr", "--listen=127.0.0.1"])
+            .arg(format!("--port={free}"))
+            .arg(format!("--base-path={}", repositories.path().display()))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        while TcpStream::connect((Ipv4Addr::LOCALHOST, free)).is_err() {
+            assert!(daemon.try_wait().unwrap().is_none());
+            std::thread::yield_now();
+        }
+        let url = |name| format!("git://127.0.0.1:{free}/{name}");
+        let full = told(clone(&agent, &url("large")).await);
+        assert_eq!(full, (ErrorCode::DiskFull, Some(GitFailureReason::DiskFull)));
+        assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
+        assert!(clone(&agent, &url("small")).await.unwrap().success);
+        daemon.kill().unwrap();
+        daemon.wait().unwrap();
+    });
+}
