@@ -1,14 +1,14 @@
-//! Tells the guards (memory, disk) when there is something to guard: while no command runs they sleep.
+//! Wakes the guards (memory, tasks, disk) when a command starts. They sleep while no command runs.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::agent::Agent;
 use crate::{machine, procfs};
 
-/// More processes than an idle sandbox has: the agent, what holds its channels, and what was started ahead.
+/// The most processes of an idle sandbox: the agent, the holders of its channels, the processes started ahead.
 const MOST_IDLE: usize = 24;
 
-/// How many commands have begun.
+/// Counts the commands that have been started.
 #[derive(Default)]
 pub(crate) struct Activity {
     begun: Mutex<u64>,
@@ -20,21 +20,21 @@ impl Activity {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A command has begun: its process must exist, or a guard that looks just then goes back to sleep for good.
+    /// A command was started. Its process must exist already: a guard that finds no process sleeps until the next command.
     pub(crate) fn begin(&self) {
         *self.lock() += 1;
         self.changed.notify_all();
     }
 
-    /// To be asked before a guard looks around.
+    /// The count. A guard reads it before it looks at the processes.
     pub(crate) fn count(&self) -> u64 {
         *self.lock()
     }
 
-    /// Waits until a command has begun since `seen`, if nothing runs now. False when something runs.
+    /// If no command runs, waits until the count differs from `seen`. False when a command runs.
     pub(crate) fn wait_if_idle(&self, agent: &Agent, seen: u64) -> bool {
-        // Looking at each process takes long when there are many, and many are not idle. (A virtual machine's kernel has threads
-        // that are listed like processes.)
+        // Many processes are not idle, and reading each of them takes long. (A virtual machine lists its kernel's threads like
+        // processes.)
         let are_many = !machine::is_machine() && procfs::process_ids().count() > MOST_IDLE;
         if are_many || !agent.processes().is_empty() {
             return false;

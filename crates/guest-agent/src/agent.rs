@@ -23,9 +23,9 @@ use crate::{disk, family, log, machine};
 /// How long processes have between SIGTERM and SIGKILL when the sandbox is stopped.
 const STOP_GRACE: Duration = Duration::from_secs(8);
 
-/// Everything the agent knows.
+/// The state of the agent.
 pub(crate) struct Agent {
-    /// New each time the agent starts, or becomes another machine's.
+    /// New each time the agent starts or its machine gets another identity.
     boot_id: Mutex<String>,
     pub(crate) workers: Arc<Workers>,
     pub(crate) reaper: Arc<Reaper>,
@@ -36,14 +36,14 @@ pub(crate) struct Agent {
     pub(crate) memory: MemoryGuard,
     pub(crate) drain: Drain,
     pub(crate) disk: disk::Watch,
-    /// What a machine was told its image sets; a container's processes have it by themselves.
+    /// The variables of a virtual machine's image, which the manager sends. In a container the agent inherits them.
     image_environment: RwLock<BTreeMap<String, String>>,
     configuration: RwLock<Arc<Configuration>>,
     stopping: Mutex<()>,
 }
 
 impl Agent {
-    /// Starts the threads that look after the sandbox.
+    /// Starts the agent's threads: reaper, memory guard, task guard.
     pub(crate) fn start() -> Arc<Self> {
         let agent = Arc::new(Self {
             boot_id: Mutex::new(new_boot_id()),
@@ -61,7 +61,7 @@ impl Agent {
             stopping: Mutex::default(),
         });
         let _ = std::fs::create_dir_all(WORKSPACE_DIR);
-        // A new disk's own directory; what expects an empty workspace must find one.
+        // A new ext4 disk has this directory; `git clone` and others need an empty workspace.
         let _ = std::fs::remove_dir(std::path::Path::new(WORKSPACE_DIR).join("lost+found"));
         let reaper = Arc::clone(&agent.reaper);
         workers::spawn_thread("reaper", move || reaper.run());
@@ -76,8 +76,8 @@ impl Agent {
         self.boot_id.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The machine has become another one: nothing that was prepared before is used.
-    pub(crate) fn begin_anew(&self, image_environment: BTreeMap<String, String>) {
+    /// The machine has another identity: the processes that were started ahead are discarded.
+    pub(crate) fn reset_for_new_identity(&self, image_environment: BTreeMap<String, String>) {
         *self.boot_id.lock().unwrap_or_else(PoisonError::into_inner) = new_boot_id();
         *self.image_environment.write().unwrap_or_else(PoisonError::into_inner) = image_environment;
         self.shells.discard();
@@ -109,24 +109,24 @@ impl Agent {
         }
     }
 
-    /// Where file tools look and stay.
+    /// The directories of the file tools.
     pub(crate) fn context(&self) -> Context {
         let configuration = self.configuration();
         let roots: Vec<_> = configuration.confined_to.iter().map(Into::into).collect();
         Context { workspace_dir: WORKSPACE_DIR.into(), confined_to: (!roots.is_empty()).then_some(roots) }
     }
 
-    /// The ids of all processes but this one, the host's, and those that were started ahead and wait for something to do.
+    /// The ids of the workspace's processes: without the agent, processes from outside, and idle processes started ahead.
     pub(crate) fn processes(&self) -> Vec<i32> {
         self.shells.look(|mut idle| {
             idle.extend(self.searches.waiting());
             idle.push(std::process::id().cast_signed());
             let others = procfs::process_ids().filter(|pid| !idle.contains(pid));
-            others.filter(|pid| procfs::process(*pid).is_some_and(|found| !found.is_the_hosts())).collect()
+            others.filter(|pid| procfs::process(*pid).is_some_and(|found| !found.is_from_outside())).collect()
         })
     }
 
-    /// The variables a command sees: the image's, what every process expects, the workspace's.
+    /// The variables of a command: the image's, defaults, the workspace's.
     pub(crate) fn environment(&self) -> BTreeMap<String, String> {
         let mut environment: BTreeMap<String, String> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
@@ -141,13 +141,13 @@ impl Agent {
         default("LANG", "C.UTF-8");
         default("USER", "root");
         default("HOSTNAME", &rustix::system::uname().nodename().to_string_lossy());
-        // Whether /workspace has a disk of its own is nothing that git should tell.
+        // git looks for a repository in parent directories also across the mount of /workspace.
         default("GIT_DISCOVERY_ACROSS_FILESYSTEM", "1");
         environment.extend(self.configuration().environment.clone());
         environment
     }
 
-    /// Waits for SIGTERM or SIGINT, then ends everything.
+    /// Waits for SIGTERM or SIGINT, then ends all processes.
     pub(crate) fn run_until_signalled(&self) {
         wait_for_stop_signal();
         self.end_processes(STOP_GRACE);
@@ -161,7 +161,7 @@ impl Agent {
         let deadline = Instant::now() + grace;
         family::signal(&others(), Signal::TERM);
         while Instant::now() < deadline && !others().is_empty() {
-            // Ends come through the reaper; there is no wake-up for "no process is left".
+            // The reaper collects the processes; nothing signals that the last one has ended.
             std::thread::sleep(Duration::from_millis(20));
         }
         if !others().is_empty() {
@@ -173,13 +173,13 @@ impl Agent {
     }
 }
 
-/// The sandbox's own processes. None when this is not the first of a sandbox: the others are not ours then.
+/// The sandbox's other processes. None when the agent is not PID 1: the processes are not the sandbox's then.
 fn others() -> Vec<i32> {
     if std::process::id() != 1 {
         return Vec::new();
     }
     let processes = procfs::processes();
-    processes.iter().filter(|process| !process.is_the_hosts()).map(|process| process.pid).collect()
+    processes.iter().filter(|process| !process.is_from_outside()).map(|process| process.pid).collect()
 }
 
 /// Blocks until the sandbox is asked to stop.

@@ -1,9 +1,9 @@
 //! Commands in the background: they outlive the call and the channel that started them.
 //!
-//! Output goes to a file, both streams in the order they came; an offset is a number of output bytes, so any
-//! offset is valid and a reader can go on where it was, also after the server was restarted. Which bytes belong
-//! to which stream is kept as a list of segments beside it. `state.json` says how the command ended; when it
-//! still says `running` but this agent does not know the command, the sandbox was stopped under it.
+//! Both streams go to one file in the order of their arrival. An offset counts output bytes, so any offset is valid, and a
+//! reader can continue at its offset after a restart of the server. A list of segments maps bytes to streams. `state.json`
+//! holds the end of the command. If it says `running` and the agent does not know the command, the sandbox was stopped while
+//! the command ran.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -29,14 +29,14 @@ use crate::{bash, workers};
 
 /// Commands that may run in the background at once.
 const MAX_RUNNING: usize = 32;
-/// Changes between stdout and stderr that are remembered; after that the rest counts as one stream.
+/// Segments that are recorded; the rest of the output counts as one stream.
 const MAX_SEGMENTS: usize = 64 * 1024;
-/// What one answer without `follow` holds at most.
+/// The limit of an answer without `follow`.
 const MAX_ANSWER_BYTES: u64 = 100 * 1024;
-/// How much is read from the file at once.
+/// The size of the read buffer.
 const CHUNK_BYTES: usize = 32 * 1024;
 
-/// The commands in the background that run now.
+/// The running commands in the background.
 #[derive(Default)]
 pub(crate) struct Operations {
     running: Mutex<HashMap<OperationId, Arc<Operation>>>,
@@ -57,12 +57,12 @@ struct Progress {
     length: u64,
     /// Bytes that were not saved because the file is full.
     dropped: u64,
-    /// Where each segment ends, and its stream.
+    /// The end offset of each segment, and its stream.
     segments: Vec<(u64, bool)>,
     state: Option<State>,
 }
 
-/// What `state.json` holds.
+/// The content of `state.json`.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct State {
     running: bool,
@@ -149,7 +149,7 @@ impl Operations {
                     .collect(),
                 segments: progress.segments.clone(),
             };
-            // The disk may be full; the state in memory is what readers get until the sandbox stops.
+            // When the disk is full, readers get the state in memory until the sandbox stops.
             let _ = save_state(&directory, &state);
             progress.state = Some(state);
             drop(progress);
@@ -159,7 +159,7 @@ impl Operations {
         Ok(operation.answer(id))
     }
 
-    /// A command that ended stays known until its state is on disk and can be read from there.
+    /// Forgets ended commands whose state is on the disk.
     fn forget_later(&self, id: OperationId, operation: &Operation) {
         if read_state(&output::directory_of(id)).is_some_and(|state| !state.running)
             || self.count() > MAX_RUNNING / 2
@@ -185,7 +185,7 @@ impl Operations {
         Ok(operation.answer(id))
     }
 
-    /// Sends output from an offset on, and how the command stands.
+    /// Sends output from an offset on, and answers with the state of the command.
     pub(crate) fn attach(
         &self,
         call: &Arc<Call>,
@@ -232,7 +232,7 @@ impl Operation {
             if call.is_cancelled() {
                 return Err(cancelled());
             }
-            // The bound is for a cancelled call, which has no way to wake this wait.
+            // Bounded, because the cancellation of a call does not wake this thread.
             let waited = self.changed.wait_timeout(progress, Duration::from_secs(1));
             progress = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -271,7 +271,7 @@ impl State {
     }
 }
 
-/// Sends the file's bytes from `offset` up to `most` or its end, by stream, and returns where it stopped.
+/// Sends the file's bytes from `offset` up to `most` or its end, by stream, and returns the end offset.
 fn send_from(
     call: &Call,
     file: &File,
@@ -296,7 +296,7 @@ fn send_from(
     Ok(offset)
 }
 
-/// What is on disk of a command that this agent does not run.
+/// The recorded state of a command that this agent does not run.
 fn stored(id: OperationId) -> Result<(Progress, OperationAnswer), ErrorDetail> {
     let directory = output::directory_of(id);
     let state = read_state(&directory).ok_or_else(|| {
@@ -312,7 +312,7 @@ fn stored(id: OperationId) -> Result<(Progress, OperationAnswer), ErrorDetail> {
     Ok((Progress { length, segments: state.segments, ..Progress::default() }, answer))
 }
 
-/// Appends output to the file and tells those who follow it.
+/// Appends output to the file and wakes its followers.
 struct Log<'a> {
     file: File,
     operation: &'a Operation,
@@ -354,7 +354,7 @@ fn cannot_save(error: &std::io::Error) -> ErrorDetail {
         Some(libc::ENOSPC | libc::EDQUOT) => ErrorCode::DiskFull,
         _ => ErrorCode::Unacceptable,
     };
-    ErrorDetail::new(code, format!("the output of a command in the background can't be kept: {error}"))
+    ErrorDetail::new(code, format!("the output of a background command can't be saved: {error}"))
 }
 
 fn millis(duration: Duration) -> u64 {

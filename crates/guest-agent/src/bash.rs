@@ -1,4 +1,4 @@
-//! The bash tool: a command in the foreground, its output at the end or as it comes.
+//! The bash tool: runs a command in the foreground and sends its output as it comes or at the end.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -108,7 +108,7 @@ fn answer_of(message: &BashCall, outcome: &Outcome) -> BashAnswer {
     }
 }
 
-/// Exit code and signal as the caller sees them: a command that was told to end has no exit code of its own.
+/// The exit code and the signal for the caller. A command that the agent ended has no exit code.
 pub(crate) fn describe_end(ended: Ended, stopped: Option<Stopped>) -> (Option<i32>, Option<String>) {
     match ended {
         Ended::Exited(code) if stopped.is_none() => (Some(code), None),
@@ -127,7 +127,7 @@ fn describe_output(answer: &mut BashAnswer, output: &Collected) {
     answer.notes.extend(output.stderr.note("stderr"));
 }
 
-/// Output that is sent as it comes, and perhaps collected as well.
+/// Sends output as it comes, and optionally collects it.
 struct Watched<'a> {
     live: Live<'a>,
     collected: Option<Collected>,
@@ -146,12 +146,12 @@ impl Sink for Watched<'_> {
     }
 }
 
-/// Sends output as it comes; the command is held back while the host takes no more.
+/// Sends output as it comes. The command's output is not read while the host grants no credit.
 pub(crate) struct Live<'a> {
     call: &'a Call,
     stdout: u64,
     stderr: u64,
-    /// What there was no credit for yet.
+    /// Output that waits for credit.
     pending: Option<(Kind, Vec<u8>)>,
 }
 
@@ -160,7 +160,7 @@ impl<'a> Live<'a> {
         Self { call, stdout: 0, stderr: 0, pending: None }
     }
 
-    /// Sends what there is credit for. False when the host is gone.
+    /// Sends as much as the credit allows. False when the channel has ended.
     fn send(&mut self, kind: Kind, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
             match self.call.send_some(kind, bytes) {
@@ -175,7 +175,7 @@ impl<'a> Live<'a> {
         true
     }
 
-    /// Waits until everything is sent.
+    /// Waits until all output is sent.
     pub(crate) fn finish(self) -> Result<(), ErrorDetail> {
         self.pending.map_or(Ok(()), |(kind, bytes)| self.call.send_data(kind, &bytes))
     }

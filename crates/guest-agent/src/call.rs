@@ -1,7 +1,7 @@
 //! One call in progress: its input, its credit, and whether it was cancelled.
 //!
-//! The connection's reader thread feeds it; the thread that runs the tool takes from it. The reader never
-//! waits for the tool: what it may queue is bounded by the credit that the tool granted.
+//! The connection's reader thread adds input, the thread that runs the tool takes it. The reader never waits for the tool:
+//! the queue is bounded by the credit that the tool granted.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,7 +21,7 @@ const CREDIT_STEP: u32 = 32 * 1024;
 pub(crate) struct Call {
     pub(crate) id: u32,
     connection: Weak<Connection>,
-    /// Set when the host cancelled the call or is gone.
+    /// Set when the host cancels the call, or the channel ends.
     pub(crate) cancelled: AtomicBool,
     state: Mutex<State>,
     changed: Condvar,
@@ -34,11 +34,11 @@ pub(crate) struct Call {
 struct State {
     input: VecDeque<Vec<u8>>,
     input_ended: bool,
-    /// What the host may still send.
+    /// Credit for input.
     input_credit: Credit,
-    /// Consumed, and not yet given back.
+    /// Credit of consumed input that was not given back yet.
     owed_credit: u32,
-    /// What we may still send.
+    /// Credit for output.
     output_credit: Credit,
 }
 
@@ -225,7 +225,7 @@ impl Call {
         Ok(())
     }
 
-    /// Sends as much of `bytes` as there is credit for, and says how much that was.
+    /// Sends as much of `bytes` as the credit allows, and returns the length.
     pub(crate) fn send_some(&self, kind: Kind, bytes: &[u8]) -> Result<usize, ErrorDetail> {
         if self.is_cancelled() {
             return Err(cancelled());
@@ -276,7 +276,7 @@ impl Call {
         connection.send(frame).map_err(|_| cancelled())
     }
 
-    /// Sends the call's last frame and takes it off the connection.
+    /// Sends the call's last frame and removes the call from the connection.
     pub(crate) fn finish(&self, result: Result<Vec<u8>, ErrorDetail>) {
         if let Some(connection) = self.connection.upgrade() {
             connection.finish(self.id, result);

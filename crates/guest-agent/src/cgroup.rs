@@ -1,11 +1,11 @@
-//! What the control group of a plain container says, of either version. A virtual machine and gVisor have none.
+//! The memory of a plain container's control group, of either version. A virtual machine and gVisor have none.
 
 use std::fs;
 use std::path::Path;
 
-use crate::procfs::Memory;
+use crate::procfs::{self, Memory};
 
-/// Where a group's files are, and what they are called.
+/// The directory and the file names of a version.
 struct Layout {
     directory: &'static str,
     limit: &'static str,
@@ -28,29 +28,28 @@ const LAYOUTS: [Layout; 2] = [
     },
 ];
 
-/// What the group may use and what is left of that. Files that are only kept because there is room count as left.
-pub(crate) fn memory() -> Option<Memory> {
+/// The sandbox's memory: the group's where it has a limit below the kernel's memory.
+pub(crate) fn sandbox_memory() -> Option<Memory> {
+    let memory = procfs::memory()?;
+    Some(group_memory().filter(|limited| limited.total < memory.total).unwrap_or(memory))
+}
+
+/// The group's limit, and the unused part of it. Cached files that can be dropped count as unused.
+fn group_memory() -> Option<Memory> {
     LAYOUTS.iter().find_map(|layout| memory_in(Path::new(layout.directory), layout))
 }
 
 fn memory_in(directory: &Path, layout: &Layout) -> Option<Memory> {
     let number = |name: &str| fs::read_to_string(directory.join(name)).ok()?.trim().parse::<u64>().ok();
     let (total, used) = (number(layout.limit)?, number(layout.used)?);
-    let kept = field(&directory.join("memory.stat"), "inactive_file").unwrap_or(0);
-    Some(Memory { total, available: total.saturating_sub(used.saturating_sub(kept)) })
+    let cached = procfs::named_number(&directory.join("memory.stat"), "inactive_file").unwrap_or(0);
+    Some(Memory { total, available: total.saturating_sub(used.saturating_sub(cached)) })
 }
 
-/// How many processes the kernel has killed for want of memory: in the group, else at all.
+/// The number of processes that the kernel has killed because memory ran out: in the group, else in all.
 pub(crate) fn oom_kills() -> u64 {
-    let groups = LAYOUTS.iter().map(|layout| Path::new(layout.directory).join(layout.events));
-    groups.chain(["/proc/vmstat".into()]).find_map(|path| field(&path, "oom_kill")).unwrap_or(0)
-}
-
-/// A number in a file of lines that consist of a name and a number.
-fn field(path: &Path, name: &str) -> Option<u64> {
-    let text = fs::read_to_string(path).ok()?;
-    let number = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
-    number.trim().parse().ok()
+    let mut files = LAYOUTS.iter().map(|layout| Path::new(layout.directory).join(layout.events));
+    files.find_map(|path| procfs::named_number(&path, "oom_kill")).unwrap_or_else(procfs::oom_kills)
 }
 
 #[cfg(test)]
@@ -59,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_what_the_group_may_use_and_files_that_need_not_be_kept_are_left() {
+    fn cached_files_of_a_group_count_as_available_memory() {
         for layout in &LAYOUTS {
             let group = tempfile::tempdir().unwrap();
             let put = |name: &str, text: &str| fs::write(group.path().join(name), text).unwrap();
@@ -69,7 +68,7 @@ mod tests {
             put("memory.stat", "inactive_anon 5\ninactive_file 200\n");
             let memory = memory_in(group.path(), layout).unwrap();
             assert_eq!((memory.total, memory.available), (1000, 500));
-            // Without a limit it is the host's memory that counts.
+            // Without a limit the kernel's memory counts.
             put(layout.limit, "max\n");
             assert!(memory_in(group.path(), layout).is_none());
         }

@@ -1,4 +1,4 @@
-//! Runs one process to its end: its output into a sink, its time limited, its whole family ended with it.
+//! Runs one process to its end: passes its output to a sink, limits its time, and ends its whole family.
 //!
 //! ```text
 //! running ──time-out, cancel, kill──▶ terminating (SIGTERM) ──5 s──▶ killed (SIGKILL)
@@ -6,8 +6,8 @@
 //!    └───────────── the process ends ──────┴──────────────────────────────┘
 //! ```
 //!
-//! The call ends when the process ends, not when its streams close: what it left in the background goes on, and
-//! what that prints is read and dropped, so that it does not block or die.
+//! The call ends when the process ends, not when its streams close: background processes of the command continue. Their output
+//! is read and dropped, so that they neither block nor get SIGPIPE.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -30,10 +30,10 @@ use crate::{family, memory, procfs, workers};
 /// Commands that run now, in the foreground or the background.
 static RUNNING: AtomicUsize = AtomicUsize::new(0);
 
-/// What a pipe holds at most: what may be left in it when its process has ended.
+/// The capacity of a pipe: the most output that is left in it when its process has ended.
 const PIPE_BYTES: usize = 64 * 1024;
 
-/// How long a start waits for the task guard to make room, and how often it tries.
+/// The time for which a start waits while the task limit is reached, and the interval of its attempts.
 const ROOM_TIME: Duration = Duration::from_secs(5);
 const ROOM_LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -44,9 +44,9 @@ pub(crate) enum Stream {
     Stderr,
 }
 
-/// Where output goes.
+/// Takes the output of a process.
 pub(crate) trait Sink {
-    /// Whether it can take more now; if not, the process is held back.
+    /// Whether it can take output now; if not, the pipes are not read.
     fn is_ready(&mut self) -> bool {
         true
     }
@@ -54,13 +54,13 @@ pub(crate) trait Sink {
     /// Takes output. `false` ends the command.
     fn take(&mut self, stream: Stream, bytes: &[u8]) -> bool;
 
-    /// Whether all that was wanted of the process is there, though it goes on.
+    /// Whether the output is complete although the process continues.
     fn is_complete(&self) -> bool {
         false
     }
 }
 
-/// A process that was started and not yet waited for.
+/// A started process.
 pub(crate) struct Started {
     pub(crate) pid: i32,
     pub(crate) tag: String,
@@ -68,18 +68,18 @@ pub(crate) struct Started {
     pub(crate) stdin: Option<OwnedFd>,
     stdout: Option<OwnedFd>,
     stderr: Option<OwnedFd>,
-    /// When it was given something to do, in clock ticks.
+    /// The start of its command, in clock ticks.
     began: u64,
 }
 
-/// Why a command was ended before its time.
+/// The reason for which the agent ended a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stopped {
     TimedOut,
     Cancelled,
 }
 
-/// What became of a command.
+/// The end of a command.
 pub(crate) struct Outcome {
     pub(crate) ended: Ended,
     pub(crate) stopped: Option<Stopped>,
@@ -103,7 +103,7 @@ pub(crate) fn start(
     Ok(Started { pid, tag, exit, stdin, stdout: Some(stdout), stderr: Some(stderr), began: u64::MAX })
 }
 
-/// Starts a process, also where the workspace has as many tasks as it may for the moment: the task guard makes room.
+/// Starts a process. While the task limit is reached it waits for the task guard to make room.
 fn start_when_possible(
     reaper: &Reaper,
     program: &Program<'_>,
@@ -148,7 +148,7 @@ impl Started {
     ) -> Outcome {
         RUNNING.fetch_add(1, Ordering::SeqCst);
         self.began = procfs::now_ticks();
-        // Only a search's reply is ever complete before the end, and searches are followed, not run.
+        // Only a search's reply is complete before the end of the process, and `follow` runs those.
         let outcome = loop {
             if let Some(outcome) = self.follow(sink, timeout, stop, wake) {
                 break outcome;
@@ -161,7 +161,7 @@ impl Started {
         outcome
     }
 
-    /// Reads the process's output until it has ended, or the sink has all it wants: then there is no outcome yet.
+    /// Reads the process's output until it ends, or the sink is complete: then there is no outcome yet.
     pub(crate) fn follow(
         &mut self,
         sink: &mut dyn Sink,
@@ -186,7 +186,7 @@ impl Started {
                 return None;
             }
             if let Some(ended) = ended {
-                // Whatever it wrote before its end is in the pipes by now.
+                // All its output is in the pipes by now.
                 if sink.is_ready() || stop.load(Ordering::SeqCst) {
                     self.pump(sink, &mut buffer);
                     break ended;
@@ -254,9 +254,9 @@ impl Started {
         true
     }
 
-    /// A command that was told to end takes its family with it: the rest of the grace, then SIGKILL.
+    /// Ends the family of a command that the agent has ended: the rest of the grace, then SIGKILL.
     fn end_family(&self, phase: &Phase) {
-        // Orphans end without telling anybody but the reaper, so their end has to be looked for.
+        // Nothing but the reaper learns of an orphan's end, so the processes are polled.
         const LOOK_EVERY: Duration = Duration::from_millis(20);
         let deadline = phase.next_deadline().unwrap_or_else(Instant::now);
         while Instant::now() < deadline && !self.family().members().is_empty() {
@@ -302,14 +302,14 @@ impl Phase {
     }
 }
 
-/// Reads and drops what processes print whose command has ended.
+/// Reads and drops the output of processes whose command has ended.
 #[derive(Default)]
 pub(crate) struct Drain {
     pipes: Arc<Mutex<Vec<OwnedFd>>>,
     wake: OnceLock<Option<Arc<Wake>>>,
 }
 
-/// Pipes beyond this are closed instead: who writes to them gets SIGPIPE.
+/// Further pipes are closed: a process that writes to one gets SIGPIPE.
 const MAX_DRAINED: usize = 256;
 
 impl Drain {
@@ -317,7 +317,7 @@ impl Drain {
         let wake = self.wake.get_or_init(|| {
             let wake = Arc::new(Wake::new().ok()?);
             let (pipes, woken) = (Arc::clone(&self.pipes), Arc::clone(&wake));
-            workers::spawn_thread("drain", move || drain_for_ever(&pipes, &woken)).then_some(wake)
+            workers::spawn_thread("drain", move || drain_pipes(&pipes, &woken)).then_some(wake)
         });
         let Some(wake) = wake else { return };
         let mut pipes = self.pipes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -329,7 +329,7 @@ impl Drain {
     }
 }
 
-fn drain_for_ever(added: &Mutex<Vec<OwnedFd>>, wake: &Wake) {
+fn drain_pipes(added: &Mutex<Vec<OwnedFd>>, wake: &Wake) {
     let mut pipes: Vec<OwnedFd> = Vec::new();
     let mut buffer = [0_u8; 4096];
     loop {

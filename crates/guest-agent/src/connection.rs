@@ -1,10 +1,9 @@
 //! One channel: a thread that reads frames, and a writer that all calls share.
 //!
-//! A thread that has read a call runs it itself and lets another thread go on reading: waking a thread that waits is
-//! among the dearest things on gVisor, and so it happens beside the call and not before it.
+//! The thread that reads a call runs it, and another thread continues to read. On gVisor waking a thread costs more than most
+//! calls, so it happens while the call runs and not before.
 //!
-//! Whatever the host sends that it may not send ends the connection; commands in the background and other
-//! channels go on.
+//! A frame that the host may not send ends the connection. Commands in the background and other channels continue.
 
 use std::collections::HashMap;
 use std::io::{IoSlice, Write};
@@ -26,7 +25,7 @@ use crate::{dispatch, log};
 
 /// Channels that may be open at once.
 const MAX_CONNECTIONS: usize = 8;
-/// How much is read from the channel at once.
+/// The size of the read buffer.
 const READ_BYTES: usize = 64 * 1024;
 
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
@@ -58,7 +57,7 @@ impl Calls {
     }
 }
 
-/// What reads a channel; it is handed from thread to thread.
+/// The reading side of a channel. Threads pass it on.
 struct Reader {
     connection: Arc<Connection>,
     input: OwnedFd,
@@ -95,13 +94,13 @@ pub(crate) fn serve_in_background(
         greeted: false,
         _keep: keep,
     };
-    if let Err(Refused(_)) = go_on_reading(agent, reader) {
+    if let Err(Refused(_)) = continue_reading(agent, reader) {
         log("a channel was refused: no thread could be started for it");
     }
 }
 
-/// Lets another thread read. Gives the reader back when there is none.
-fn go_on_reading(agent: &Arc<Agent>, reader: Reader) -> Result<(), Refused<Reader>> {
+/// Lets another thread read. Gives the reader back when no thread can be started.
+fn continue_reading(agent: &Arc<Agent>, reader: Reader) -> Result<(), Refused<Reader>> {
     let serving = Arc::clone(agent);
     agent.workers.run(reader, move |reader| reader.serve(&serving))
 }
@@ -133,7 +132,7 @@ impl Reader {
                     call.finish(Err(no_thread()));
                 }
             }
-            match go_on_reading(agent, self) {
+            match continue_reading(agent, self) {
                 Ok(()) => return run(agent, &frame, &call),
                 Err(Refused(reader)) => {
                     call.finish(Err(no_thread()));
@@ -143,7 +142,7 @@ impl Reader {
         }
     }
 
-    /// Takes what there is to read: the calls in it, or none at the end of the channel.
+    /// Reads once. Returns the new calls, or none at the end of the channel.
     fn read(&mut self, agent: &Agent) -> Result<Option<Vec<Pending>>, ProtocolError> {
         let length = loop {
             match rustix::io::read(&self.input, &mut self.buffer) {
@@ -194,7 +193,7 @@ impl Connection {
         if frame.kind != Kind::Hello {
             return Err(ProtocolError::UnexpectedKind(frame.kind as u8));
         }
-        // The range is the host's to check: it knows old agents, we don't know new hosts.
+        // The host checks the range: it knows old agents, while an agent does not know newer hosts.
         let _: HostHello = frame.parse()?;
         let hello = AgentHello {
             protocol: PROTOCOL_VERSION,
@@ -300,7 +299,7 @@ impl Connection {
         self.calls().listeners.remove(&id);
     }
 
-    /// Writes a frame in one go.
+    /// Writes a frame with one system call, if the channel takes all of it.
     pub(crate) fn send(&self, frame: &Frame) -> std::io::Result<()> {
         let header = encode_header(frame.kind, frame.call, frame.payload.len());
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
@@ -346,7 +345,7 @@ impl Connection {
         }
     }
 
-    /// The host is gone: nobody waits for the calls any more.
+    /// Cancels all calls after the end of the channel.
     fn close(&self) {
         let open: Vec<_> = self.calls().open.values().cloned().collect();
         for call in open {

@@ -1,10 +1,10 @@
-//! The disk limit where no file system enforces it: the agent measures, warns, refuses to write over it, and ends the
-//! process that goes on writing.
+//! The disk limit where no file system enforces it: the agent measures, warns, refuses writes over the limit, and kills a
+//! process that continues to write.
 //!
 //! ```text
-//! 80 %, 90 %   said in the log and with every command
-//! 100 %        tools that write refuse; commands run, so that files can be removed
-//! and growing  the process that has written the most is killed, as with memory
+//! 80 %, 90 %        a warning in the log and in the answer of every command
+//! 100 %             tools that write refuse; commands run, so that files can be removed
+//! over and growing  the process that has written the most is killed
 //! ```
 
 use std::os::unix::fs::MetadataExt;
@@ -22,14 +22,14 @@ use crate::{log, procfs, workers};
 
 /// A measurement is used for at least this long, and for ten times as long as it took.
 const MEASURE_EVERY: Duration = Duration::from_secs(2);
-/// From here on it is said how full the disk is.
+/// The levels of warnings.
 const WARN_PERCENT: [u64; 3] = [80, 90, 100];
 
-/// What is known of the disk.
+/// The state of the watched disk.
 #[derive(Default)]
 pub(crate) struct Watch {
     last: Mutex<Option<Measured>>,
-    /// The last of [`WARN_PERCENT`] that was said.
+    /// The last of [`WARN_PERCENT`] that was logged.
     warned_percent: AtomicU64,
     watching: AtomicBool,
     killed: AtomicU64,
@@ -42,7 +42,7 @@ struct Measured {
 }
 
 impl Watch {
-    /// Refuses when the workspace is over a limit that the agent must watch.
+    /// Fails when the workspace is over a limit that the agent enforces.
     pub(crate) fn refuse_if_full(&self, agent: &Agent) -> Result<(), ErrorDetail> {
         match self.fill(agent) {
             Some((used, limit)) if used >= limit => Err(ErrorDetail::new(
@@ -53,13 +53,13 @@ impl Watch {
         }
     }
 
-    /// Used and allowed bytes, where the agent must watch them.
+    /// Used and allowed bytes, where the agent enforces the limit.
     fn fill(&self, agent: &Agent) -> Option<(u64, u64)> {
         let limit = agent.configuration().watched_disk_bytes?;
         Some((self.used(), limit))
     }
 
-    /// Bytes used under the workspace, measured not too often.
+    /// The bytes used under the workspace, from the last measurement unless it is too old.
     pub(crate) fn used(&self) -> u64 {
         let now = Instant::now();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
@@ -74,12 +74,12 @@ impl Watch {
         used
     }
 
-    /// How many processes were killed for writing over the limit.
+    /// The number of processes that were killed for writing over the limit.
     pub(crate) fn kills(&self) -> u64 {
         self.killed.load(Ordering::SeqCst)
     }
 
-    /// What a command's caller should know; `kills` is how many there were before it.
+    /// The note for a command's caller; `kills` is the number of kills before the command.
     pub(crate) fn note(&self, agent: &Agent, kills: u64) -> Option<String> {
         let (used, limit) = self.fill(agent)?;
         let text = says(used, limit);
@@ -91,7 +91,7 @@ impl Watch {
         (percent(used, limit) >= WARN_PERCENT[0]).then_some(text)
     }
 
-    /// Starts to watch, once, where there is a limit to watch.
+    /// Starts the watching thread once, if there is a limit.
     pub(crate) fn begin(&self, agent: &Arc<Agent>) {
         let has_limit = agent.configuration().watched_disk_bytes.is_some();
         if has_limit && !self.watching.swap(true, Ordering::SeqCst) {
@@ -121,7 +121,7 @@ impl Watch {
         }
     }
 
-    /// Says once how full the disk is, and again after it was less full.
+    /// Logs each level once, and again after the disk was below it.
     fn warn(&self, used: u64, limit: u64) {
         let percent = percent(used, limit);
         let reached = WARN_PERCENT.into_iter().filter(|step| percent >= *step).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! From a call's message to the tool that answers it.
+//! Passes each call to its tool and sends the answer.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::agent::Agent;
 use crate::call::Call;
 use crate::machine::{self, identity};
-use crate::{bash, disk, git, listen, procfs, search, serve, tunnel};
+use crate::{bash, cgroup, disk, git, listen, procfs, search, serve, tunnel};
 
 /// Runs a call to its end and sends its answer.
 pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
@@ -26,7 +26,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
             agent.configure(configuration);
             json(Ok(Empty {}))
         }
-        GuestCall::Machine(message) => json(identity::take_on(agent, &message).map(|()| Empty {})),
+        GuestCall::Machine(message) => json(identity::apply(agent, &message).map(|()| Empty {})),
         GuestCall::Bash(message) if message.request.background => {
             json(agent.operations.start(agent, &message))
         }
@@ -61,7 +61,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
     };
     call.finish(answer);
     if is_command {
-        // After the command and not beside it: they would compete for the CPU.
+        // After the command: the new shells would compete with it for the CPU.
         agent.shells.refill(agent);
     }
 }
@@ -69,7 +69,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, message: GuestCall) {
 #[derive(Serialize)]
 struct Empty {}
 
-/// The answer in a search's reply, as it is.
+/// The answer in a search's reply.
 fn found(reply: Result<SearchReply, ErrorDetail>) -> Result<Vec<u8>, ErrorDetail> {
     match reply? {
         SearchReply::Glob(answer) => json(Ok(answer)),
@@ -116,7 +116,7 @@ fn write_file(agent: &Agent, call: &Call, message: &WriteCall) -> Result<WriteAn
 }
 
 fn usage(agent: &Agent) -> UsageAnswer {
-    let memory = procfs::memory().unwrap_or_default();
+    let memory = cgroup::sandbox_memory().unwrap_or_default();
     let (used, total) = match agent.configuration().watched_disk_bytes {
         Some(limit) => (agent.disk.used(), limit),
         None => disk::file_system(),
@@ -126,7 +126,7 @@ fn usage(agent: &Agent) -> UsageAnswer {
         disk_total_bytes: total,
         memory_used_bytes: memory.total.saturating_sub(memory.available),
         memory_total_bytes: memory.total,
-        agent_rss_bytes: procfs::own_resident_bytes(),
+        agent_rss_bytes: procfs::own_resident_bytes().unwrap_or(0),
         processes: agent.processes().len() as u64,
         running_operations: agent.operations.count() as u64,
         cpu_time_ms: procfs::cpu_time_ms(),

@@ -1,8 +1,8 @@
-//! Families: a command's processes, found wherever they went.
+//! Families: all processes of a command, also those outside its process group.
 //!
-//! A command's processes carry a tag in their environment. One that was started without it (`env -i`) is found as the child of
-//! another; and one that has left its parents as well (`setsid`, a double fork) as an orphan without a tag that began while
-//! no other command ran.
+//! A command's processes carry a tag in their environment. A process without it (`env -i`) is found as the child of another. A
+//! process that has left its parent, too (`setsid`, a double fork), is found as an orphan without a tag that was started while no
+//! other command ran.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -13,20 +13,20 @@ use crate::procfs::{self, Process};
 
 /// Marks every process that a command starts, so that those that left its process group can be found.
 pub(crate) const TAG_VARIABLE: &str = "EMERGENT_COMMAND";
-/// How long killed processes may take to be gone …
+/// The time limit for the end of killed processes …
 const KILL_TIME: Duration = Duration::from_secs(3);
-/// … unless looking for them takes so long that this few rounds have not been made.
+/// … extended until at least this many rounds were made.
 const LEAST_ROUNDS: usize = 10;
-/// Rounds of killing before the rest of the sandbox is stopped for a moment.
+/// Rounds before the other processes of the sandbox are stopped during a round.
 const PATIENT_ROUNDS: usize = 5;
-/// The longest that everybody is stopped while a family is killed. A process that is forking is stopped or killed when that is
-/// done, which takes seconds when hundreds do so on half a CPU.
+/// The longest time for which all processes are stopped while a family is killed. A process that is forking stops after the
+/// fork, which takes seconds when hundreds fork on half a CPU.
 const STOPPED_TIME: Duration = Duration::from_secs(15);
 /// The time between two rounds of killing.
 const STOPPED_ROUND_TIME: Duration = Duration::from_millis(50);
-/// So many rounds must find nobody: a fork in a sandbox whose CPU time is used up may take a few tenths of a second.
+/// Consecutive rounds that must find no process: a fork without CPU time may take a few tenths of a second.
 const QUIET_ROUNDS: usize = 5;
-/// A family of fewer processes is not what fills the sandbox.
+/// The fewest processes of a family that can fill the sandbox.
 const CROWD: usize = 100;
 
 /// The tag of the command that a process belongs to.
@@ -40,12 +40,12 @@ pub(crate) struct Family<'a> {
     pub(crate) tag: &'a str,
     /// When the command began, in clock ticks.
     pub(crate) began: u64,
-    /// No other command runs: orphans that nobody else could have left are this one's.
+    /// No other command runs: new orphans without a tag belong to this one.
     pub(crate) is_alone: bool,
 }
 
 impl Family<'_> {
-    /// Those that are there now.
+    /// The processes that exist now.
     pub(crate) fn members(&self) -> Vec<i32> {
         let processes = procfs::processes();
         let tags: HashMap<i32, Option<String>> =
@@ -102,8 +102,8 @@ pub(crate) fn kill(tag: &str) {
     kill_all(|| members(tag));
 }
 
-/// Kills these processes, also such that fork faster than they can be killed: when some are still there after a few
-/// rounds, everything in the sandbox is stopped while the next one looks for them.
+/// Kills these processes, even if they fork faster than they are killed: when some are left after a few rounds, all processes
+/// of the sandbox are stopped during the next ones.
 pub(crate) fn kill_all(find: impl Fn() -> Vec<i32>) {
     let deadline = Instant::now() + KILL_TIME;
     for round in 0.. {
@@ -119,13 +119,12 @@ pub(crate) fn kill_all(find: impl Fn() -> Vec<i32>) {
         if found.is_empty() || (Instant::now() >= deadline && round >= LEAST_ROUNDS) {
             return;
         }
-        // The end of orphans is seen by the reaper alone, so it has to be looked for.
+        // Nothing but the reaper learns of an orphan's end, so the processes are polled.
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Kills these processes while all processes are stopped, which they are when this ends. Processes that were being forked when
-/// the others were stopped are found in a later round.
+/// Stops all processes and kills these; the others stay stopped. Processes that were being forked are found in a later round.
 pub(crate) fn kill_while_stopped(find: impl Fn() -> Vec<i32>) {
     let deadline = Instant::now() + STOPPED_TIME;
     let mut quiet_rounds = 0;
@@ -141,8 +140,8 @@ pub(crate) fn kill_while_stopped(find: impl Fn() -> Vec<i32>) {
     }
 }
 
-/// Kills every process but the agent. One system call kills all processes that exist when it is made, so that a round misses
-/// only those that are forked during it. Channels that a restarted server opened end too; its next call opens another.
+/// Kills every process but the agent. One system call kills all existing processes, so a round misses only those that are forked
+/// during it. Channels of `connect` end, too; the server's next call opens another.
 pub(crate) fn kill_everything() {
     let deadline = Instant::now() + KILL_TIME;
     for round in 0.. {
@@ -155,7 +154,7 @@ pub(crate) fn kill_everything() {
     }
 }
 
-/// Kills the family with the most processes, if they are a crowd. Says how many they were.
+/// Kills the largest family, if it has at least [`CROWD`] processes. Returns their number.
 pub(crate) fn kill_crowd() -> Option<usize> {
     let (tag, pids) = most_numerous()?;
     let tag = tag.filter(|_| pids.len() >= CROWD)?;
@@ -166,7 +165,7 @@ pub(crate) fn kill_crowd() -> Option<usize> {
 /// The family with the most processes: its tag, and its processes. Processes without a tag count as one family.
 pub(crate) fn most_numerous() -> Option<(Option<String>, Vec<i32>)> {
     let mut families: HashMap<Option<String>, Vec<i32>> = HashMap::new();
-    for process in procfs::processes().iter().filter(|process| !process.is_the_hosts()) {
+    for process in procfs::processes().iter().filter(|process| !process.is_from_outside()) {
         families.entry(tag_of(process.pid)).or_default().push(process.pid);
     }
     families.into_iter().max_by_key(|(_, pids)| pids.len())

@@ -1,6 +1,6 @@
-//! Further channels: `connect` passes its own standard input and output to the agent and waits for the end.
+//! Further channels: `connect` passes its standard input and output to the agent and waits for the end of the channel.
 //!
-//! So every channel is served by the one process that knows the running commands, and bytes take no detour.
+//! So one process serves all channels and knows all running commands, and no second process copies the bytes.
 
 use std::io::{IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -29,11 +29,11 @@ pub(crate) fn listen() -> Result<UnixListener, String> {
     UnixListener::bind_addr(&address()?).map_err(|error| format!("can't listen: {error}"))
 }
 
-/// Serves whoever hands over two descriptors.
-pub(crate) fn accept_for_ever(agent: &Arc<Agent>, listener: &UnixListener) {
+/// Takes channels: each connection passes two descriptors.
+pub(crate) fn accept_channels(agent: &Arc<Agent>, listener: &UnixListener) {
     loop {
         let Ok((socket, _)) = listener.accept() else {
-            // Out of descriptors or memory: others must end first.
+            // No descriptors or memory: wait until others have ended.
             std::thread::sleep(std::time::Duration::from_millis(100));
             continue;
         };
@@ -41,7 +41,7 @@ pub(crate) fn accept_for_ever(agent: &Arc<Agent>, listener: &UnixListener) {
             Some((input, output)) => {
                 connection::serve_in_background(agent, input, output, Some(socket.into()));
             }
-            None => log("a channel was refused: it handed nothing over"),
+            None => log("a channel was refused: its process passed no descriptors"),
         }
     }
 }
@@ -60,7 +60,7 @@ fn receive(socket: &UnixStream) -> Option<(OwnedFd, OwnedFd)> {
     Some((descriptors.next()?, descriptors.next()?))
 }
 
-/// Hands standard input and output to the agent and waits until the channel has ended.
+/// Passes standard input and output to the agent and waits until the channel has ended.
 pub(crate) fn connect() -> Result<(), String> {
     let mut socket =
         UnixStream::connect_addr(&address()?).map_err(|error| format!("no agent runs here: {error}"))?;

@@ -1,15 +1,15 @@
-//! The guest agent: the one process of ours inside every sandbox.
+//! The guest agent: the server's process inside every sandbox.
 //!
-//! `emergent-guest init` is the sandbox's first process. It serves the channel on its standard input and output,
-//! reaps orphans, guards the memory, and takes further channels from `emergent-guest connect`, which the server
-//! starts in the sandbox when the first channel broke: it hands its own standard input and output over to the
-//! agent and waits, so that every channel is served by the one process that knows the running commands.
-//! As `/init` it is the first process of a virtual machine, and channels come over vsock (`machine`).
-//! `emergent-guest run-as` becomes another user's program, and `end-family` ends what that has started; the agent starts
-//! and ends servers with them.
+//! | command | purpose |
+//! |---|---|
+//! | `init` | The first process of a container. It serves the channel on its standard input and output, reaps orphans, and guards memory and tasks. |
+//! | `/init` | The same as the first process of a virtual machine. Channels come over vsock (`machine`). |
+//! | `connect` | Opens another channel after the first one broke: it passes its standard input and output to the agent. So one process serves all channels and knows all running commands. |
+//! | `run-as` | Changes its user and executes a server's program. |
+//! | `end-family` | Kills the processes that such a program has started. |
+//! | `git-credential` | Reports to the agent that git asks for credentials. |
 //!
-//! It has no runtime dependency (static binary, no shell, no name service look-ups), no async runtime, and one
-//! thread for each call that runs.
+//! The agent is a static binary without a shell, name service look-ups or an async runtime. Each running call has a thread.
 
 mod activity;
 mod agent;
@@ -28,7 +28,6 @@ mod listen;
 mod machine;
 mod memory;
 mod output;
-mod procfs;
 mod reaper;
 mod search;
 mod serve;
@@ -44,12 +43,13 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use agent::Agent;
+use emergent_guest_tools::procfs;
 
 fn main() -> ExitCode {
     limit_allocator();
     let mut arguments = std::env::args();
     let is_first = arguments.next().as_deref() == Some(machine::INIT) && std::process::id() == 1;
-    // A kernel passes on whatever words it does not know.
+    // The kernel passes the parameters that it does not know to `/init`.
     let arguments: Vec<String> = if is_first { vec![machine::INIT.to_owned()] } else { arguments.collect() };
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["init"] => init(),
@@ -77,7 +77,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the sandbox until it is told to stop.
+/// Runs the sandbox until it gets SIGTERM or SIGINT.
 fn init() -> Result<(), String> {
     agent::block_stop_signals();
     set_usual_limits();
@@ -86,13 +86,13 @@ fn init() -> Result<(), String> {
     let (input, output) = take_stdio()?;
     connection::serve_in_background(&agent, input, output, None);
     let accepting = std::sync::Arc::clone(&agent);
-    workers::spawn_thread("accept", move || handover::accept_for_ever(&accepting, &listener));
+    workers::spawn_thread("accept", move || handover::accept_channels(&accepting, &listener));
     agent.run_until_signalled();
     Ok(())
 }
 
-/// Standard input and output become the first channel; what the agent or a child prints by mistake must not
-/// get into it.
+/// Makes standard input and output the first channel. Both are replaced, so that output of the agent or a child by mistake
+/// can't get into the channel.
 fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
     let take = || -> rustix::io::Result<(OwnedFd, OwnedFd)> {
         let input = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
@@ -107,8 +107,8 @@ fn take_stdio() -> Result<(OwnedFd, OwnedFd), String> {
     take().map_err(|error| format!("can't take over standard input and output: {error}"))
 }
 
-/// What commands may use at most, the same in every sandbox. The agent itself runs with a small stack; what it starts gets
-/// the usual one. Open files are as many as the host's engine likes, in a machine few.
+/// Sets the resource limits of commands, the same in every sandbox. Without this, commands would inherit the agent's small
+/// stack, and the limit on open files of the engine (in a virtual machine: of the kernel).
 fn set_usual_limits() {
     const STACK_BYTES: libc::rlim_t = 8 << 20;
     const OPEN_FILES: libc::rlim_t = 16 << 10;

@@ -1,10 +1,9 @@
-//! Out of memory: the offending process dies, the workspace lives, and the caller is told.
+//! Out of memory: one process is killed, the workspace continues, and the caller gets the reason.
 //!
-//! On gVisor nobody does that for a single process, so the agent does: a thread watches what is left and kills the largest
-//! process before nothing is. How often it looks depends on how soon the memory could be gone; while no command runs it
-//! does not look at all. When it comes too late, the host ends a process of the sandbox if the provider could arrange
-//! that, else all of it. Elsewhere the kernel kills a process by itself (commands volunteer for it), and its counters tell
-//! that it happened.
+//! gVisor's kernel does not kill a single process, so a thread of the agent does: it watches the available memory and kills the
+//! largest process before none is left. Its interval depends on how fast memory could run out; it sleeps while no command runs.
+//! When it is too late, the host kills a process of the sandbox, or the whole sandbox where the provider can't arrange that.
+//! On other kernels the kernel kills a process (commands raise their score for it), and its counters tell the agent.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
@@ -16,19 +15,19 @@ use crate::agent::Agent;
 use crate::procfs::{self, Memory, MemoryGauge};
 use crate::{cgroup, family, log};
 
-/// Kept free for the sandbox itself, whose kernel lives under the same limit.
+/// The reserve for gVisor's kernel, which is under the same limit …
 const RESERVE_BYTES: u64 = 48 << 20;
-/// And this part of all the memory.
+/// … plus this part of all memory.
 const RESERVE_PART: u64 = 32;
 /// No process fills memory faster than this, even while the guard waits for a CPU.
 const FILL_RATE_BYTES_PER_MS: u64 = 6 << 20;
-/// How long a killed process may take to give its memory back.
+/// The time limit for the release of a killed process's memory.
 const RELEASE_TIME: Duration = Duration::from_secs(3);
-/// How often it is looked at meanwhile.
+/// The interval of readings meanwhile.
 const RELEASE_LOOK: Duration = Duration::from_millis(3);
-/// Memory that gets less by this much meanwhile is being taken by somebody else.
+/// When available memory falls by this much meanwhile, another process is taking it.
 const TAKEN_BYTES: u64 = 8 << 20;
-/// Victims that are remembered for their callers.
+/// Killed processes that are recorded for their callers.
 const MAX_VICTIMS: usize = 64;
 
 /// Watches the memory of a gVisor sandbox.
@@ -48,7 +47,7 @@ struct Victim {
 }
 
 impl MemoryGuard {
-    /// Whether there is no memory to spare for conveniences.
+    /// Whether memory is short: nothing is started ahead then.
     pub(crate) fn is_tight(&self) -> bool {
         self.tight.load(Ordering::Relaxed)
     }
@@ -63,8 +62,7 @@ impl MemoryGuard {
             let Some(memory) = gauge.read() else { return };
             let reserve = reserve_of(memory);
             if memory.available < reserve {
-                // On a busy host every system call may take long, and choosing whom to kill takes many: meanwhile nobody
-                // may take more.
+                // On a busy host each system call may take long, and the choice takes many: meanwhile no process may allocate.
                 family::signal_all(libc::SIGSTOP);
                 let victim = self.kill_largest(memory);
                 family::signal_all(libc::SIGCONT);
@@ -80,7 +78,7 @@ impl MemoryGuard {
         }
     }
 
-    /// Kills the process that uses the most memory, or the command whose many processes do. Gives the one process.
+    /// Kills the process that uses the most memory, or all processes of a command if those use more. Returns the one process.
     fn kill_largest(&self, memory: Memory) -> Option<Pid> {
         let processes = procfs::processes();
         let largest = processes.iter().max_by_key(|process| process.resident_bytes)?;
@@ -120,13 +118,13 @@ impl MemoryGuard {
     }
 }
 
-/// What must stay free.
+/// The memory that must stay available.
 fn reserve_of(memory: Memory) -> u64 {
     RESERVE_BYTES + memory.total / RESERVE_PART
 }
 
-/// What a killed process had used is free a moment after it is gone: until then the next largest must not pay for it,
-/// unless somebody goes on taking more.
+/// Waits for the memory of a killed process, which is free a moment after its end. Otherwise the next largest process would be
+/// killed, too. Returns early when another process continues to allocate.
 fn wait_for_release(gauge: &MemoryGauge, victim: Option<Pid>) {
     let deadline = Instant::now() + RELEASE_TIME;
     let mut most = 0;
@@ -157,7 +155,7 @@ impl OomCheck {
         }
     }
 
-    /// What to tell the caller when the command or one of its children was killed for want of memory.
+    /// The note for the caller when the command or one of its children was killed because memory ran out.
     pub(crate) fn victim(&self, guard: &MemoryGuard, pid: i32, tag: &str) -> Option<String> {
         let victims = guard.victims.lock().unwrap_or_else(PoisonError::into_inner);
         let mine = victims.iter().find(|victim| {
@@ -174,13 +172,13 @@ impl OomCheck {
     }
 }
 
-/// Whether there is a kernel below that kills one process when memory runs out, and not all of the sandbox.
+/// Whether the kernel kills a single process when memory runs out (gVisor's does not).
 fn kernel_guards() -> bool {
     static GUARDS: OnceLock<bool> = OnceLock::new();
     *GUARDS.get_or_init(|| !std::path::Path::new("/proc/sentry-meminfo").exists())
 }
 
-/// When the kernel has to kill something, it shall be a command and not the agent.
+/// Makes the kernel kill a command before the agent.
 pub(crate) fn make_first_victim(pid: i32) {
     if kernel_guards() {
         let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), "500");

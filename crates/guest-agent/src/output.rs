@@ -1,4 +1,4 @@
-//! A command's output, bounded: head and tail of each stream in memory, all of it in a file when it is long.
+//! Collects a command's output within limits: head and tail of each stream in memory, a long stream in a file.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -12,19 +12,19 @@ use emergent_wire::tools::{MAX_STREAM_BYTES, OUTPUT_DIR};
 
 use crate::command::{Sink, Stream};
 
-/// What is kept of a stream's beginning, and of its end.
+/// The size of the head and of the tail.
 const HALF_BYTES: usize = MAX_STREAM_BYTES / 2;
-/// What is saved of one stream at most: a runaway command must not fill the workspace's disk.
+/// The limit of a saved stream, so that one command does not fill the workspace's disk.
 pub(crate) const MAX_SAVED_BYTES: u64 = 256 << 20;
-/// Outputs of this many commands are kept; the oldest are removed first …
+/// The number of saved outputs. The oldest are removed first …
 const KEPT_OUTPUTS: usize = 100;
-/// … as long as they were written to in this time …
+/// … and those that were not written to for this time …
 const KEPT_FOR: Duration = Duration::from_secs(7 * 24 * 3600);
-/// … and take no more than this, or this part of the disk, if that is less.
+/// … and those beyond this total size or this part of the disk, whichever is less.
 const KEPT_BYTES: u64 = 1 << 30;
 const KEPT_PART: u64 = 4;
 
-/// Where the output of an operation is saved.
+/// The directory of an operation's output.
 pub(crate) fn directory_of(operation: OperationId) -> PathBuf {
     Path::new(OUTPUT_DIR).join(operation.to_string())
 }
@@ -49,14 +49,14 @@ pub(crate) fn make_directory(operation: OperationId) -> std::io::Result<PathBuf>
     Ok(directory)
 }
 
-/// What saved outputs may be.
+/// The limits of saved outputs.
 struct Limits {
     count: usize,
     bytes: u64,
     age: Duration,
 }
 
-/// The directories of outputs that are over a limit. The newest is always kept: it is about to be written.
+/// The directories of outputs over a limit. The newest is kept: its command is about to write to it.
 fn outputs_to_remove(parent: &Path, limits: &Limits) -> std::io::Result<Vec<PathBuf>> {
     let mut directories: Vec<PathBuf> =
         std::fs::read_dir(parent)?.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -72,7 +72,7 @@ fn outputs_to_remove(parent: &Path, limits: &Limits) -> std::io::Result<Vec<Path
     Ok(directories)
 }
 
-/// The bytes that an output takes, and how long ago it was last written to.
+/// The size of an output, and the time since the last write to it.
 fn size_and_age(directory: &Path) -> (u64, Duration) {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
     let (mut size, mut age) = (0_u64, Duration::MAX);
@@ -81,7 +81,7 @@ fn size_and_age(directory: &Path) -> (u64, Duration) {
         let written = found.modified().ok().and_then(|at| at.elapsed().ok()).unwrap_or_default();
         age = age.min(written);
     }
-    // An output that has no file yet is being made.
+    // An output without a file is new.
     (size, if age == Duration::MAX { Duration::ZERO } else { age })
 }
 
@@ -135,14 +135,14 @@ impl Collector {
         let for_head = bytes.len().min(HALF_BYTES - self.head.len());
         self.head.extend_from_slice(&bytes[..for_head]);
         let rest = &bytes[for_head..];
-        // Until the stream is known to be too long, the tail holds all that the head does not.
+        // While the stream fits into both, the tail holds all bytes after the head.
         let rest = &rest[rest.len().saturating_sub(HALF_BYTES)..];
         let over = (self.tail.len() + rest.len()).saturating_sub(HALF_BYTES);
         self.tail.drain(..over);
         self.tail.extend(rest);
     }
 
-    /// Appends to the file; the first time with all that came before.
+    /// Appends to the file. The first call also writes the earlier bytes.
     fn save(&mut self, operation: OperationId, name: &str, bytes: &[u8]) {
         if matches!(self.saved, Saved::NotNeeded) {
             let begin = || -> std::io::Result<(File, PathBuf)> {
@@ -181,7 +181,7 @@ impl Collector {
         }
     }
 
-    /// What the caller should know about the saved output.
+    /// The note about the saved output for the caller.
     pub(crate) fn note(&self, name: &str) -> Option<String> {
         match &self.saved {
             Saved::To(_, _, length) if *length < self.total => {
@@ -192,7 +192,7 @@ impl Collector {
         }
     }
 
-    /// What is shown of the stream.
+    /// The text of the stream for the answer.
     pub(crate) fn shown(&self) -> Vec<u8> {
         let tail: Vec<u8> = self.tail.iter().copied().collect();
         if !self.is_cut() {
@@ -209,7 +209,7 @@ impl Collector {
     }
 }
 
-/// `bytes` without a character that was cut off at its end.
+/// `bytes` without an incomplete character at the end.
 fn whole_start(bytes: &[u8]) -> &[u8] {
     let start = bytes.len().saturating_sub(3);
     let lead = (start..bytes.len()).rev().find(|index| bytes[*index] & 0xC0 != 0x80);
@@ -219,13 +219,13 @@ fn whole_start(bytes: &[u8]) -> &[u8] {
     }
 }
 
-/// `bytes` without a character that was cut off at its start.
+/// `bytes` without an incomplete character at the start.
 fn whole_end(bytes: &[u8]) -> &[u8] {
     let rest = bytes.iter().take(3).take_while(|byte| *byte & 0xC0 == 0x80).count();
     &bytes[rest..]
 }
 
-/// How many bytes a character has whose first one is `lead`.
+/// The length of a character with the first byte `lead`.
 fn width(lead: u8) -> usize {
     match lead {
         0xC0..0xE0 => 2,
@@ -267,7 +267,7 @@ mod tests {
             found.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect()
         };
         make("1", 4096, 9 * day);
-        // It began long ago and is still written to.
+        // It was created long ago and written to a moment ago.
         make("2", 4096, Duration::ZERO);
         make("3", 65536, day);
         make("4", 4096, 8 * day);
@@ -306,7 +306,7 @@ mod tests {
         }
 
         #[test]
-        fn characters_are_not_cut(text in "[aäß€😀]{20000,30000}") {
+        fn shown_output_has_only_whole_characters(text in "[aäß€😀]{20000,30000}") {
             let shown = collect(&[text.into_bytes()]).shown();
             prop_assert!(String::from_utf8(shown).is_ok());
         }

@@ -1,7 +1,7 @@
-//! Starts processes and collects their ends: those of our commands, and as PID 1 those of every orphan.
+//! Starts processes and collects their exit statuses: those of commands, and as PID 1 those of all orphans.
 //!
-//! One thread waits for any child. Starting a process and noting who waits for it happen under one lock, so
-//! that an end is never collected before somebody is noted for it.
+//! One thread waits for any child. A process is started and registered under one lock, so that its status is never collected
+//! before it is registered.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -17,7 +17,7 @@ pub(crate) enum Ended {
     Signalled(i32),
 }
 
-/// The end of one process, for whoever waits for it.
+/// The exit status of one process, once it has ended.
 #[derive(Debug, Default)]
 pub(crate) struct Exit {
     ended: OnceLock<Ended>,
@@ -44,7 +44,7 @@ impl Exit {
 pub(crate) struct Reaper {
     children: Mutex<HashMap<i32, Arc<Exit>>>,
     spawned: Condvar,
-    /// What is started counts against its limit.
+    /// Limits the tasks of the started processes.
     pub(crate) tasks: TaskGuard,
 }
 
@@ -65,13 +65,13 @@ impl Reaper {
         Ok((spawned, exit))
     }
 
-    /// Collects ends for ever.
+    /// Collects exit statuses for ever.
     pub(crate) fn run(&self) {
         loop {
-            // Looks without collecting: a spawn that fails collects its own child, under the lock.
+            // Waits without collecting: a spawn that fails collects its own child, under the lock.
             let Some(pid) = wait_for_any() else {
                 let children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
-                // No child of any kind: only a spawn can bring one.
+                // There is no child; only a spawn makes one.
                 if children.is_empty() {
                     drop(self.spawned.wait(children).unwrap_or_else(PoisonError::into_inner));
                 }

@@ -1,5 +1,5 @@
-//! Glob and grep: a process of its own, so that a search can be killed, and so that the engine costs nothing while
-//! nobody searches. It stays for the next search for a while; searches at the same time have a process each.
+//! Glob and grep run in a process of their own, so that a search can be killed and the engine uses no memory while no search
+//! runs. The process waits for the next search for a while. Concurrent searches have a process each.
 
 use std::io::Write;
 use std::path::Path;
@@ -20,10 +20,10 @@ use crate::spawn::Input;
 
 /// The search program's name, beside the agent's own.
 const PROGRAM: &str = "search";
-/// A search that takes longer is ended.
+/// The time limit of a search.
 const SEARCH_TIME: Duration = Duration::from_secs(110);
 
-/// How often the process is started for one search: one that something in the sandbox killed is started again.
+/// The starts of the process for one search: it is started again when a program in the sandbox has killed it.
 const MAX_STARTS: usize = 3;
 
 /// A search process that waits for its next request.
@@ -47,7 +47,7 @@ impl Searches {
         *self.lock() = Some(started);
     }
 
-    /// Lets the waiting process go.
+    /// Ends the waiting process: it reads the end of its input and exits.
     pub(crate) fn discard(&self) {
         self.lock().take();
     }
@@ -75,7 +75,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Resul
     {
         return Ok(reply);
     }
-    // None waited, or it went just then.
+    // There was no waiting process, or it has just exited.
     let mut how = String::new();
     for _ in 0..MAX_STARTS {
         let started = start(agent).map_err(|error| failed(&error))?;
@@ -84,7 +84,7 @@ pub(crate) fn run(agent: &Arc<Agent>, call: &Arc<Call>, search: Search) -> Resul
             return Ok(reply);
         }
         how = match exit.ended() {
-            // Its end was noticed by a pipe that had closed.
+            // The process has ended: its pipe is closed.
             None => String::new(),
             Some(Ended::Exited(code)) => format!(" (exit code {code})"),
             Some(Ended::Signalled(signal)) => format!(" (signal {signal})"),

@@ -1,6 +1,6 @@
-//! Runs a server for the host: what the host sends goes to its standard input, what it prints goes to the host as it
-//! comes. It lives as long as the call: when the call is cancelled or its channel ends, the server and everything it
-//! started are ended (end of input and SIGTERM, 5 s, SIGKILL). When it ends by itself, what it started goes with it.
+//! Runs a server for the host. The call's input is its standard input; its output is sent as it comes. When the call is
+//! cancelled or the channel ends, the agent ends the server and its descendants (end of input and SIGTERM, 5 s, SIGKILL).
+//! When the server exits, the agent kills its descendants.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,7 +25,7 @@ use crate::user::{self, User};
 use crate::wake::Wake;
 use crate::{family, log, workers};
 
-/// How long it may take to end what a server left behind.
+/// The time limit for ending the descendants of a server.
 const END_TIME: Duration = Duration::from_secs(10);
 
 /// Runs a server to its end.
@@ -43,7 +43,7 @@ pub(crate) fn run(
     if let Some(stdin) = started.stdin.take() {
         let fed = Arc::clone(call);
         if !workers::spawn_thread("serve", move || feed(&fed, stdin)) {
-            // Without input it is of no use: it is ended below.
+            // A server without input is useless: it is ended below.
             call.cancel();
         }
     }
@@ -51,7 +51,7 @@ pub(crate) fn run(
     let outcome = started.run(&mut sink, None, &call.cancelled, &wake, &agent.drain);
     end_family(agent, &user, &tag);
     sink.finish()?;
-    // Whoever still waits for input need not.
+    // Ends the thread that waits for input.
     call.cancel();
     let (exit_code, signal) = bash::describe_end(outcome.ended, outcome.stopped);
     Ok(ServeAnswer {
@@ -62,7 +62,7 @@ pub(crate) fn run(
     })
 }
 
-/// Hands input to the server until there is no more, or nobody to take it.
+/// Passes input to the server until the input or the server ends.
 fn feed(call: &Call, stdin: OwnedFd) {
     let mut stdin = File::from(stdin);
     while let Ok(Some(bytes)) = call.next_input() {
@@ -80,7 +80,7 @@ fn find_user(message: &ServeCall) -> Result<User, ErrorDetail> {
     Ok(message.user.as_deref().map(User::find).transpose().map_err(bad)?.unwrap_or_default())
 }
 
-/// Ends what a server has started and left behind.
+/// Ends the descendants of a server that has exited.
 fn end_family(agent: &Agent, user: &User, tag: &str) {
     if user.is_root() {
         return family::kill(tag);
@@ -96,11 +96,11 @@ fn end_family(agent: &Agent, user: &User, tag: &str) {
         Ok(())
     };
     if let Err(error) = run() {
-        log(&format!("what a server left behind could not be ended: {error}"));
+        log(&format!("the descendants of a server could not be ended: {error}"));
     }
 }
 
-/// Where nothing is wanted.
+/// Discards output.
 struct Nowhere;
 
 impl Sink for Nowhere {
@@ -115,7 +115,7 @@ fn start(agent: &Arc<Agent>, message: &ServeCall, user: &User) -> Result<Started
     message.owned.iter().for_each(|directory| user.own(Path::new(directory)));
     let environment = environment(agent, message, user);
     let directory = PathBuf::from(message.directory.as_deref().unwrap_or(WORKSPACE_DIR));
-    // An image's directory need not be there.
+    // An image may name a working directory that it does not have.
     let _ = std::fs::create_dir_all(&directory);
     let program = find_program(name, &directory, &environment)
         .ok_or_else(|| bad(format!("'{name}' is not in the image: it can't be run")))?;
@@ -134,7 +134,7 @@ fn start(agent: &Arc<Agent>, message: &ServeCall, user: &User) -> Result<Started
     started.map_err(|error| bad(format!("'{name}' can't be run: {error}")))
 }
 
-/// The image's variables, those of its user, those of the server.
+/// The variables of the image, its user and the server.
 fn environment(agent: &Agent, message: &ServeCall, user: &User) -> BTreeMap<String, String> {
     let mut environment = agent.environment();
     if !user.is_root() {
@@ -147,7 +147,7 @@ fn environment(agent: &Agent, message: &ServeCall, user: &User) -> BTreeMap<Stri
     environment
 }
 
-/// A program as a shell would find it.
+/// The program that a shell would run.
 fn find_program(name: &str, directory: &Path, environment: &BTreeMap<String, String>) -> Option<PathBuf> {
     if name.contains('/') {
         let path = directory.join(name);

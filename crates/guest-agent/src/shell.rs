@@ -1,5 +1,5 @@
-//! Shells. Starting bash costs some 20 ms on gVisor, so a few are started ahead: each waits for one command on
-//! its standard input, runs it, and is never used again. What a command sees is the same either way.
+//! Shells. Starting bash takes about 20 ms on gVisor, so a few shells are started ahead. Each waits for one command on its
+//! standard input, runs it and exits. A command runs in the same environment in a new shell and in a waiting one.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,20 +14,20 @@ use crate::command::{self, Started};
 use crate::spawn::Input;
 use crate::{family, log};
 
-/// Shells that wait.
+/// The number of waiting shells.
 const WAITING_SHELLS: usize = 3;
 /// bash reads a pipe byte by byte: beyond this a new shell with the command as its argument is faster.
 const MAX_PIPED_BYTES: usize = 8 * 1024;
-/// The kernel takes no single argument of 128 KiB or more.
+/// The kernel's limit for one argument is 128 KiB.
 const MAX_ARGUMENT_BYTES: usize = 120 * 1024;
-/// What a waiting shell runs: it reads a command up to a NUL byte, gives it an empty standard input, runs it.
+/// The script of a waiting shell: it reads a command up to a NUL byte and runs it with an empty standard input.
 const LAUNCHER: &str = r#"IFS= read -r -d "" || exit; exec </dev/null; eval "$REPLY""#;
 
 /// The shells of the sandbox.
 #[derive(Default)]
 pub(crate) struct Shells {
     waiting: Mutex<Vec<Started>>,
-    /// Held while one is started: until it waits, it looks like somebody's.
+    /// Held while a shell is started: until it is in the list, it looks like a command's process.
     starting: Mutex<()>,
     closed: AtomicBool,
     refilling: AtomicBool,
@@ -75,7 +75,7 @@ impl Shells {
             }
         };
         let started = start().or_else(|error| {
-            // What fills the sandbox with processes (a fork bomb) must go, or nothing can ever be done about it.
+            // A fork bomb must be killed here: no command that could end it can be started.
             let crowd = (error.raw_os_error() == Some(libc::EAGAIN)).then(family::kill_crowd).flatten();
             let count = crowd.ok_or(error)?;
             log(&format!("no room for another process: the {count} processes of a command were killed"));
@@ -84,7 +84,7 @@ impl Shells {
         started.map_err(|error| cannot_start(&error))
     }
 
-    /// Hands the command to a shell that waits, if there is one and it would run it as a new one would.
+    /// Passes the command to a waiting shell, if there is one with the same environment.
     fn use_waiting(
         &self,
         agent: &Agent,
@@ -152,14 +152,14 @@ impl Shells {
             );
             let Ok(shell) = started else { return };
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-            // A shell with the environment of an older configuration must not get a command.
+            // The shell may have the environment of an older configuration.
             if Arc::ptr_eq(&configuration, &agent.configuration()) && !self.closed.load(Ordering::SeqCst) {
                 waiting.insert(0, shell);
             }
         }
     }
 
-    /// Lets the waiting shells go: they read the end of their input and exit.
+    /// Ends the waiting shells: they read the end of their input and exit.
     pub(crate) fn discard(&self) {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
@@ -175,7 +175,7 @@ impl Shells {
         self.closed.store(false, Ordering::SeqCst);
     }
 
-    /// Looks at the shells that wait (processes that nobody asked for) while none is being started.
+    /// Runs `look` with the ids of the waiting shells, while no shell is being started.
     pub(crate) fn look<T>(&self, at: impl FnOnce(Vec<i32>) -> T) -> T {
         let _none_starts = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
         at(self.waiting())
@@ -195,7 +195,7 @@ impl Shells {
         let found = find("bash")
             .map(|path| Program { path, is_bash: true })
             .or_else(|| find("sh").map(|path| Program { path, is_bash: false }));
-        // Only a find is kept: a shell may be installed later.
+        // Only a success is cached: a shell may be installed later.
         found.map(|program| self.program.get_or_init(|| Some(program)).clone()).unwrap_or_default()
     }
 }
@@ -210,7 +210,7 @@ pub(crate) fn find_program(path: &str, name: &str) -> Option<PathBuf> {
         })
 }
 
-/// A command too long for an argument comes from a file that has no name.
+/// Puts a command that is too long for an argument into a file without a name.
 fn start_long(
     agent: &Agent,
     program: &Program,

@@ -1,7 +1,7 @@
 //! Starts processes without `fork`.
 //!
-//! On gVisor a fork costs more than all the rest of a new process: it copies the agent's memory map, and every page
-//! that the agent then writes to is a fault. `posix_spawn` shares the memory until the new program runs.
+//! On gVisor a fork costs more than the rest of a process's start: it copies the agent's memory map, and each page that the
+//! agent writes to afterwards is a fault. `posix_spawn` shares the memory until the new program runs.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsStr};
@@ -12,10 +12,10 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// What a new process reads.
+/// The standard input of a new process.
 pub(crate) enum Input {
     Nothing,
-    /// What is written to [`Spawned::stdin`].
+    /// A pipe; [`Spawned::stdin`] is its other end.
     Pipe,
     File(File),
 }
@@ -30,7 +30,7 @@ pub(crate) struct Program<'a> {
     pub(crate) tag: (&'a str, &'a str),
 }
 
-/// A process that was started, and our ends of its streams.
+/// A started process, and the agent's ends of its streams.
 pub(crate) struct Spawned {
     pub(crate) pid: i32,
     pub(crate) stdin: Option<OwnedFd>,
@@ -82,7 +82,7 @@ fn c_string(text: &OsStr) -> io::Result<CString> {
     Ok(CString::new(text.as_bytes())?)
 }
 
-/// A list of strings as C has it.
+/// The strings as a list for C.
 fn pointers(strings: &[CString]) -> Vec<*mut libc::c_char> {
     strings.iter().map(|text| text.as_ptr().cast_mut()).chain([std::ptr::null_mut()]).collect()
 }
@@ -91,7 +91,7 @@ fn check(error: i32) -> io::Result<()> {
     if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error)) }
 }
 
-/// What the new process does with its descriptors and its directory.
+/// The descriptors and the directory of the new process.
 struct Actions(libc::posix_spawn_file_actions_t);
 
 impl Actions {
@@ -117,7 +117,7 @@ impl Drop for Actions {
     }
 }
 
-/// A session of its own; the signals that the agent blocks or ignores for itself as they usually are.
+/// A session of its own, and the default signal settings in place of the agent's.
 struct Attributes(libc::posix_spawnattr_t);
 
 impl Attributes {
@@ -177,11 +177,11 @@ mod tests {
     }
 
     #[test]
-    fn a_program_gets_what_it_was_given_and_nothing_else() {
+    fn a_program_gets_its_input_directory_and_variables_and_no_other_descriptors() {
         const DESCRIPTORS: &str = "ls /proc/self/fd | wc -l";
         let script = format!("cat; pwd; echo $GREETING $TAG ${{HOME-none}}; {DESCRIPTORS}");
         let (_, output) = run(&["-c", &script], "/usr", &Input::Pipe).unwrap();
-        // Whoever runs this test may have left descriptors open.
+        // The runner of this test may have left descriptors open.
         let usual = std::process::Command::new("/bin/sh").args(["-c", DESCRIPTORS]).output().unwrap().stdout;
         let usual = String::from_utf8(usual).unwrap();
         assert_eq!(output, format!("from the pipe/usr\nhello 7 none\n{usual}"));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_be_started_is_an_error() {
+    fn a_start_with_a_missing_directory_a_long_argument_or_a_nul_byte_fails() {
         let error =
             |result: io::Result<(Spawned, String)>| result.err().and_then(|error| error.raw_os_error());
         assert_eq!(error(run(&["-c", "true"], "/nowhere", &Input::Nothing)), Some(libc::ENOENT));

@@ -1,12 +1,12 @@
 //! Limits how many tasks (processes and threads) the commands of a workspace have.
 //!
-//! Where the agent can make control groups (gVisor, a virtual machine), commands run in a group of their own: beyond its
-//! `pids.max` a `fork` fails, and the agent keeps its room. In a plain container the engine limits the container.
+//! Where the agent can make control groups (gVisor, a virtual machine), commands run in a group of their own: above its
+//! `pids.max` a `fork` fails, and the agent can still start threads. In a plain container the engine limits the container.
 //!
-//! A command at the limit, as a fork bomb is at once, keeps all others from starting and takes all CPU time. So a guard ends the
-//! command with the most processes, and its caller is told. Each system call of the guard may take long meanwhile: it looks
-//! with few of them and stops everybody else before it chooses. A bomb that forks faster than its processes can be told from
-//! others, or that hides from its command, costs the workspace all its processes.
+//! A command at the limit, such as a fork bomb, keeps other commands from starting and takes all CPU time. So a guard ends the
+//! command with the most processes and tells its caller. Each system call of the guard competes with those of the fork bomb,
+//! so the guard uses few of them, and stops all other processes before it counts them. When a bomb forks faster than the guard
+//! finds its processes, or hides from its command, the guard kills all processes of the workspace.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -19,24 +19,23 @@ use crate::{family, log, machine, procfs, reaper};
 
 /// The group that commands run in, below the sandbox's own.
 const GROUP: &str = "emergent-commands";
-/// How often the guard looks while commands run.
+/// The interval of the guard while commands run.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// So many looks in a row must find the limit reached by threads: processes that use many are no bomb.
+/// Consecutive readings at the limit after which threads count as a bomb, too.
 const PATIENCE: u32 = 20;
-/// Processes alone may be this part of the limit: programs that need many tasks have threads, and bombs have processes.
+/// The divisor of the limit for processes: programs with many tasks use threads, bombs use processes.
 const PROCESS_PART: usize = 2;
-/// The limit counts as reached from this part of it on: a bomb's processes come and go.
+/// The limit counts as reached from this percentage on: the number of a bomb's processes varies.
 const REACHED_PERCENT: usize = 90;
-/// Every so many looks the processes are counted also where few tasks are seen: ended processes that nobody has waited for are
-/// no tasks.
+/// Every so many readings the guard counts processes even when there are few tasks: zombies are processes but not tasks.
 const COUNT_EVERY: u64 = 10;
-/// Tasks that were found to be threads are not looked at again for this time …
+/// The time for which tasks that were found to be threads are not counted again …
 const CLEARED_FOR: Duration = Duration::from_secs(10);
-/// … unless they have become more by this part of the limit.
+/// … unless their number has grown by this part of the limit.
 const CLEARED_PART: usize = 8;
-/// Commands that are remembered for their callers.
+/// Ended commands that are recorded for their callers.
 const MAX_ENDED: usize = 64;
-/// A command that is ended by a signal within this time after all processes were killed ended for that reason.
+/// After the guard has killed all processes, a command that ends by a signal within this time was one of them.
 const KILLED_WITH_ALL: Duration = Duration::from_secs(10);
 
 /// Watches the number of tasks.
@@ -48,12 +47,12 @@ pub(crate) struct TaskGuard {
 
 /// A command that was ended.
 struct Ended {
-    whose: Whose,
+    command: EndedCommand,
     note: String,
 }
 
 /// Which command was ended.
-enum Whose {
+enum EndedCommand {
     /// The command with this tag.
     Tagged(String),
     /// A command whose processes carry no tag.
@@ -63,7 +62,7 @@ enum Whose {
 }
 
 impl TaskGuard {
-    /// The group of commands, made when it is first asked for; none where the sandbox has none to divide.
+    /// The group of commands, created on first use; none where the sandbox has no control groups.
     fn group(&self) -> Option<&Path> {
         self.group.get_or_init(|| make_group(Path::new("/sys/fs/cgroup"))).as_deref()
     }
@@ -78,10 +77,10 @@ impl TaskGuard {
         }
     }
 
-    /// Makes a process, and all that it starts from now on, count against the limit.
+    /// Moves a process, and so its later descendants, into the group.
     pub(crate) fn admit(&self, pid: i32) {
         if let Some(group) = self.group() {
-            // A process that has ended already counts no more.
+            // Fails for a process that has ended, which does not matter.
             let _ = fs::write(group.join("cgroup.procs"), pid.to_string());
         }
     }
@@ -117,8 +116,8 @@ impl TaskGuard {
         }
     }
 
-    /// How many processes there are, those included that have ended and were not waited for. A virtual machine's `/proc` shows
-    /// threads of its kernel as processes, so there the group is asked.
+    /// The number of processes, including zombies. A virtual machine's `/proc` lists threads of its kernel as processes, so
+    /// there the group is read.
     fn processes(&self) -> usize {
         if !machine::is_machine() {
             return procfs::process_ids().count();
@@ -127,10 +126,10 @@ impl TaskGuard {
         listed.map_or(0, |text| text.lines().count())
     }
 
-    /// Ends the command with the most processes, if there are as many as there may be. `stop_first` stops all processes before
-    /// they are counted: while a bomb rages, each system call of the guard waits for one of every process of the bomb.
+    /// Ends the command with the most processes, if the limit is reached. `stop_first` stops all processes before they are
+    /// counted: otherwise each system call of the guard waits for one of every process of the bomb.
     fn end_crowd(&self, most: usize, stop_first: bool, is_over: bool) -> bool {
-        // Callers that wait for the end of a command are told only when this is done.
+        // Locked, so that callers of ended commands get their note only after this is done.
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         if stop_first {
             family::signal_all(libc::SIGSTOP);
@@ -142,20 +141,20 @@ impl TaskGuard {
             return false;
         }
         family::signal_all(libc::SIGSTOP);
-        // The kernel ends stopped processes whose parents are gone (SIGHUP). A bomb that has ended that way leaves few
-        // processes, and the largest family among those is not to blame.
+        // The kernel ends stopped processes whose parents have ended (SIGHUP). A bomb that ends that way leaves few processes,
+        // and the largest family among those is not the bomb.
         let few = most / PROCESS_PART / 2;
         let crowd = family::most_numerous().filter(|(_, pids)| pids.len() >= few || self.processes() >= few);
         let reason =
             format!("the workspace's limit of {most} tasks, half of which may be processes, was reached");
         let note = format!("{reason}: the processes of a command were killed; {ADVICE}");
         log(&note);
-        let whose = match &crowd {
-            Some((Some(tag), _)) => Whose::Tagged(tag.clone()),
-            _ => Whose::Unknown,
+        let command = match &crowd {
+            Some((Some(tag), _)) => EndedCommand::Tagged(tag.clone()),
+            _ => EndedCommand::Unknown,
         };
-        remember(&mut ended, Ended { whose, note });
-        // Everybody else stays stopped meanwhile, so that a bomb can't fork faster than its processes are found.
+        remember(&mut ended, Ended { command, note });
+        // All processes stay stopped meanwhile, so that a bomb can't fork faster than its processes are found.
         match crowd {
             Some((Some(tag), _)) => family::kill_while_stopped(|| family::members(&tag)),
             Some((None, _)) => family::kill_while_stopped(untagged),
@@ -164,33 +163,33 @@ impl TaskGuard {
         if procfs::processes().len() >= few {
             let note = format!("{reason}: all processes of the workspace were killed; {ADVICE}");
             log(&note);
-            remember(&mut ended, Ended { whose: Whose::AllCommands(Instant::now()), note });
+            remember(&mut ended, Ended { command: EndedCommand::AllCommands(Instant::now()), note });
             family::kill_everything();
         }
         family::signal_all(libc::SIGCONT);
         true
     }
 
-    /// What to tell the caller of a command that was ended by a signal. Where it is not known which command it was, the first
-    /// to ask is told.
+    /// The note for the caller of a command that ended by a signal. When the ended command is unknown, the first caller that
+    /// asks gets the note.
     pub(crate) fn note(&self, tag: &str, end: reaper::Ended) -> Option<String> {
         if !matches!(end, reaper::Ended::Signalled(_)) {
             return None;
         }
         let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        let mine = ended.iter().position(|one| match &one.whose {
-            Whose::Tagged(other) => other == tag,
-            Whose::Unknown => true,
-            Whose::AllCommands(at) => at.elapsed() < KILLED_WITH_ALL,
+        let mine = ended.iter().position(|one| match &one.command {
+            EndedCommand::Tagged(other) => other == tag,
+            EndedCommand::Unknown => true,
+            EndedCommand::AllCommands(at) => at.elapsed() < KILLED_WITH_ALL,
         })?;
-        match ended[mine].whose {
-            Whose::AllCommands(_) => Some(ended[mine].note.clone()),
+        match ended[mine].command {
+            EndedCommand::AllCommands(_) => Some(ended[mine].note.clone()),
             _ => Some(ended.remove(mine).note),
         }
     }
 }
 
-/// What the caller of a command that was ended can do.
+/// The advice for the caller of an ended command.
 const ADVICE: &str = "start fewer at once, or raise the limit (workspaces.max_tasks)";
 
 fn remember(ended: &mut Vec<Ended>, one: Ended) {
@@ -200,7 +199,7 @@ fn remember(ended: &mut Vec<Ended>, one: Ended) {
     }
 }
 
-/// How many tasks were there, and when, when they were found to be threads and not processes.
+/// The number of tasks that were found to be threads and not processes, and the time of that.
 #[derive(Default)]
 struct Cleared(Option<(usize, Instant)>);
 
@@ -212,12 +211,12 @@ impl Cleared {
     }
 }
 
-/// Whether this many are as many as there may be, or almost.
+/// Whether this number is at the limit, or almost.
 fn is_near(count: usize, most: usize) -> bool {
     count * 100 >= most * REACHED_PERCENT
 }
 
-/// Tasks as the control group counts them: threads too, but not processes that have ended and were not waited for.
+/// Reads the number of tasks from the control group. It includes threads and excludes zombies.
 struct TaskGauge {
     file: Option<fs::File>,
 }
@@ -236,20 +235,20 @@ impl TaskGauge {
     }
 }
 
-/// Processes that do not say which command they belong to.
+/// Processes without a command's tag.
 fn untagged() -> Vec<i32> {
     let processes = procfs::processes();
-    let hidden = processes.iter().filter(|one| !one.is_the_hosts() && family::tag_of(one.pid).is_none());
+    let hidden = processes.iter().filter(|one| !one.is_from_outside() && family::tag_of(one.pid).is_none());
     hidden.map(|one| one.pid).collect()
 }
 
-/// Makes the group for commands in the sandbox's own, of either version.
+/// Creates the group for commands in the sandbox's own, with either version of control groups.
 fn make_group(root: &Path) -> Option<PathBuf> {
     let first = root.join("pids");
     let parent = if first.join("pids.max").exists() || first.join("cgroup.procs").exists() {
         first
     } else {
-        // Version 2 counts in a group only what its parent was told to.
+        // Version 2 counts only the resources that are enabled in the parent.
         fs::write(root.join("cgroup.subtree_control"), "+pids").ok()?;
         root.to_owned()
     };
@@ -265,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_are_cleared_for_a_while_and_until_they_are_many_more() {
+    fn threads_are_counted_again_after_a_time_or_when_their_number_has_grown() {
         let at = Instant::now();
         let cleared = Cleared(Some((256, at)));
         assert!(!Cleared::default().holds(256, 512, at));

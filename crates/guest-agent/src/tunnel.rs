@@ -1,5 +1,5 @@
-//! A connection to a port of the sandbox, through the channel: so a server is reached that listens on its loopback
-//! address, or has no network at all, and by nobody but the host.
+//! Connects to a port of the sandbox on behalf of the host, through the channel. So the host reaches servers that listen on
+//! the loopback address or in a sandbox without a network, and nothing else on the network reaches them.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpStream};
@@ -12,14 +12,14 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use crate::call::{Call, cancelled};
 use crate::workers;
 
-/// How often it is tried while nobody listens: there is no telling when somebody does.
+/// The interval of attempts while no program listens on the port; nothing signals that one does.
 const TRY_EVERY: Duration = Duration::from_millis(50);
-/// Somebody who listens answers at once.
+/// The time limit of an attempt. A listening program on the loopback address accepts at once.
 const CONNECT_TIME: Duration = Duration::from_secs(2);
-/// How much is read at once; a thread's stack is small.
+/// The size of the read buffer.
 const READ_BYTES: usize = 16 * 1024;
 
-/// Carries bytes both ways until both ends are done, or the call is cancelled.
+/// Carries bytes both ways until the program ends its side, or the call is cancelled.
 pub(crate) fn run(call: &Arc<Call>, message: &ConnectCall) -> Result<(), ErrorDetail> {
     let mut socket = connect(call, message)?;
     if message.probe {
@@ -45,7 +45,7 @@ pub(crate) fn run(call: &Arc<Call>, message: &ConnectCall) -> Result<(), ErrorDe
             Err(error) => break Err(lost(error)),
         }
     };
-    // Whoever still waits for input need not.
+    // Ends the thread that waits for input.
     call.cancel();
     result
 }
@@ -63,14 +63,14 @@ fn connect(call: &Call, message: &ConnectCall) -> Result<TcpStream, ErrorDetail>
             return Err(cancelled());
         }
         if Instant::now() >= deadline {
-            let message = format!("nobody listens on port {} of the sandbox", message.port);
+            let message = format!("no program listens on port {} of the sandbox", message.port);
             return Err(ErrorDetail::new(ErrorCode::Unavailable, message));
         }
         std::thread::sleep(TRY_EVERY);
     }
 }
 
-/// Sends what the host sends. When the host is done or gone, the other end is told.
+/// Passes input to the program. At its end the sending side of the socket is closed.
 fn send_input(call: &Call, mut socket: TcpStream) {
     let how = loop {
         match call.next_input() {
@@ -84,5 +84,5 @@ fn send_input(call: &Call, mut socket: TcpStream) {
         }
     };
     let _ = socket.shutdown(how);
-    // A cancelled call ends the reading side too; one whose input ended goes on reading.
+    // A cancelled call ends the reading side, too; after the end of the input reading continues.
 }

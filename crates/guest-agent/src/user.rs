@@ -1,7 +1,7 @@
-//! Users of an image: who a server runs as.
+//! The users of an image, as which servers run.
 //!
-//! Starting a process without `fork` leaves no moment in which it could change its user, so such a process is the agent's
-//! own program first (`run-as`), which gives up its rights and becomes the other one.
+//! `posix_spawn` can't change the user of a new process. So the process first runs the agent's program (`run-as`), which drops
+//! its privileges and executes the server's program.
 
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -9,9 +9,9 @@ use std::path::Path;
 
 use crate::{family, log};
 
-/// The agent's command that does it.
+/// The agent's subcommand that changes the user.
 pub(crate) const RUN_AS: &str = "run-as";
-/// The agent's command that ends what such a process has started.
+/// The agent's subcommand that ends the descendants of such a process.
 pub(crate) const END_FAMILY: &str = "end-family";
 
 /// A user; root by default.
@@ -65,16 +65,16 @@ impl User {
         let is_member = |fields: &&Vec<&str>| {
             fields.get(3).is_some_and(|members| members.split(',').any(|member| member == name))
         };
-        // As the engine has it: who names a group gets that one alone.
+        // As with the engine, a named group replaces the user's groups.
         let others = groups.iter().filter(is_member).filter_map(|fields| gid_of(fields));
         let groups = if group.is_none() { others.collect() } else { Vec::new() };
         Ok(Self { name, home, uid, gid, groups })
     }
 
-    /// Makes a directory the user's own, unless it is somebody's already.
+    /// Gives a directory to the user, unless another user than root owns it.
     pub(crate) fn own(&self, directory: &Path) {
         let _ = std::fs::create_dir_all(directory);
-        // A new disk's own directory; who expects an empty one must find it so.
+        // A new ext4 disk has this directory; some programs need an empty one.
         let _ = std::fs::remove_dir(directory.join("lost+found"));
         if std::fs::metadata(directory).is_ok_and(|found| found.uid() == 0)
             && let Err(error) = std::os::unix::fs::chown(directory, Some(self.uid), Some(self.gid))
@@ -90,7 +90,7 @@ impl User {
     }
 }
 
-/// Becomes another user's program. Comes back only when that fails.
+/// Executes a program as another user. Returns only when that fails.
 pub(crate) fn run_as(ids: &str, program: &str, arguments: &[&str]) -> Result<(), String> {
     become_user(ids)?;
     Err(format!("{program} can't be run: {}", std::process::Command::new(program).args(arguments).exec()))

@@ -1,4 +1,4 @@
-//! A wake-up that a thread can wait for together with file descriptors.
+//! A wake-up that a thread can `poll` for together with file descriptors.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

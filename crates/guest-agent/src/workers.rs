@@ -1,22 +1,22 @@
-//! Threads for calls. A few stay for the next call, so that a call does not pay for a new thread.
+//! The thread pool for calls. A few idle threads are kept, so that most calls need no new thread.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Threads that wait for work.
+/// Idle threads that are kept.
 const KEPT_THREADS: usize = 2;
-/// Stacks are small: on gVisor all of a stack is resident once a byte of it is.
+/// The size of a stack. On gVisor all of a stack is resident once a byte of it is.
 const STACK_BYTES: usize = 96 * 1024;
-/// After this time without work a thread ends, down to [`KEPT_THREADS`].
+/// The time after which an idle thread ends, down to [`KEPT_THREADS`].
 const IDLE_TIME: Duration = Duration::from_secs(10);
 
-/// No thread could be had for this.
+/// No thread could be started; holds the job's subject.
 pub(crate) struct Refused<T>(pub(crate) T);
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// A pool that grows as needed; how many jobs run at once is limited by the connections.
+/// A pool that grows as needed. The connections limit the number of jobs.
 #[derive(Default)]
 pub(crate) struct Workers {
     state: Mutex<State>,
@@ -30,7 +30,7 @@ struct State {
 }
 
 impl Workers {
-    /// Runs `job` on `subject` on a thread of the pool. Gives the subject back when no thread can be had.
+    /// Runs `job` on `subject` on a thread of the pool. Gives the subject back when no thread can be started.
     pub(crate) fn run<T: Send + 'static>(
         self: &Arc<Self>,
         subject: T,
@@ -44,7 +44,7 @@ impl Workers {
             return Ok(());
         }
         drop(state);
-        // In a slot, so that it is not lost with a thread that can't be started.
+        // In a slot, because a thread that can't be started drops its closure.
         let slot = Arc::new(Mutex::new(Some(subject)));
         let (pool, filled) = (Arc::clone(self), Arc::clone(&slot));
         let started = spawn_thread("call", move || {

@@ -1,14 +1,15 @@
-//! Searches: requests on standard input, answers on standard output, one after the other.
+//! Runs searches: requests on standard input, answers on standard output, one after the other.
 //!
-//! The guest agent starts this for glob and grep. A process of its own, because the search engine is most of the code
-//! and none of it is needed while nobody searches, and because a search that goes wrong (a pattern that needs too much
-//! memory, say) must take nothing else with it. Cancelling a search is killing it. Who has searched will search again,
-//! and starting a process is slow on gVisor: so it stays for a while, unless it has grown large.
+//! The guest agent starts this process for glob and grep. The search engine is most of the code in the sandbox, and its
+//! memory is needed only during searches. A search that fails (a pattern that needs too much memory, for example) ends this
+//! process and not the agent. A search is cancelled by a kill of the process. Starting a process is slow on gVisor, so the
+//! process waits for another search for a while, unless it has grown large.
 
 use std::io::{Read, Write};
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 
+use emergent_guest_tools::procfs::own_resident_bytes;
 use emergent_guest_tools::search::{
     LENGTH_BYTES, SearchReply, SearchRequest, message_content, run, to_message,
 };
@@ -16,10 +17,10 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 
 /// The regex compiler and the directory walker may recurse deeply.
 const STACK_BYTES: usize = 8 << 20;
-/// How long the next search is waited for.
+/// The time for which the process waits for the next search.
 const IDLE_MS: libc::c_int = 30_000;
 /// A process that has grown over this ends after its answer.
-const MAX_RESIDENT_PAGES: u64 = (24 << 20) / 4096;
+const MAX_RESIDENT_BYTES: u64 = 24 << 20;
 
 fn main() -> ExitCode {
     loop {
@@ -44,7 +45,8 @@ fn main() -> ExitCode {
         unsafe {
             libc::malloc_trim(0);
         }
-        if resident_pages() > MAX_RESIDENT_PAGES {
+        // A process that can't tell its memory ends, too.
+        if own_resident_bytes().is_none_or(|bytes| bytes > MAX_RESIDENT_BYTES) {
             return ExitCode::SUCCESS;
         }
     }
@@ -54,7 +56,7 @@ fn failed(code: ErrorCode, message: &str) -> SearchReply {
     SearchReply::Err(ErrorDetail::new(code, message))
 }
 
-/// The next message, whole; none when the agent wants no more, or has not for a while.
+/// The next message; none when the agent has closed the input, or has sent nothing for [`IDLE_MS`].
 fn next_message() -> std::io::Result<Option<Vec<u8>>> {
     let mut poll = libc::pollfd { fd: libc::STDIN_FILENO, events: libc::POLLIN, revents: 0 };
     // SAFETY: one descriptor, on this stack.
@@ -84,14 +86,8 @@ fn search(message: &[u8]) -> SearchReply {
     }
 }
 
-/// How much memory this process holds.
-fn resident_pages() -> u64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(u64::MAX)
-}
-
-/// A home directory comes from `HOME` or not at all. This takes the place of the C library's look-up, which would
-/// load shared libraries of the image into a static program.
+/// Replaces the C library's look-up of a user, which would load shared libraries of the image into a static program. The home
+/// directory comes from `HOME` only.
 ///
 /// # Safety
 /// As for the function it replaces: `result` must be valid for a write.

@@ -1,7 +1,7 @@
-//! The five file tools (read, write, edit, glob, grep) as a plain synchronous library.
+//! The five file tools (read, write, edit, glob, grep) as a plain synchronous library, and the parsers for `/proc`.
 //!
 //! The guest agent runs inside every sandbox and calls these functions, one thread a call. They work on the
-//! real file system, so that what a tool sees is what a command sees.
+//! real file system, so a tool and a command see the same files.
 //!
 //! Invariants:
 //! - A failure is an [`ErrorDetail`](emergent_wire::ErrorDetail) that says what to do next; never an empty answer.
@@ -23,6 +23,7 @@ mod walk;
 pub mod edit;
 pub mod glob;
 pub mod grep;
+pub mod procfs;
 pub mod read;
 pub mod search;
 pub mod write;

@@ -1,7 +1,6 @@
 //! The git tool: runs the image's git and reads its machine-readable output.
 //!
-//! git never asks (no terminal, no prompt), never pages, and never sees a credential that is not given to this
-//! one operation. Values from the request are validated so that none can be taken for an option.
+//! git runs without a terminal, prompt or pager. Values from the request are validated, so that git takes none for an option.
 
 pub(crate) mod credentials;
 mod failure;
@@ -21,9 +20,9 @@ use crate::agent::Agent;
 use crate::call::Call;
 use run::Git;
 
-/// Commits shown when the caller does not say.
+/// The number of commits in a log without a limit.
 const DEFAULT_LOG: u32 = 20;
-/// How a commit is printed: fields apart by a character that no message holds.
+/// The format of a commit. Control characters separate its fields.
 const LOG_FORMAT: &str = "--format=%H%x1f%an%x1f%ae%x1f%aI%x1f%s%x1f%b%x1e";
 
 /// Runs a request.
@@ -69,7 +68,7 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
     let place = target.place().to_string_lossy().into_owned();
     let mut arguments = vec!["clone", "--no-progress"];
     arguments.extend(depth.as_deref());
-    // A commit is no name that a remote lists: it is fetched after the clone.
+    // A remote lists branches and tags, not commits: a commit is fetched after the clone.
     let commit = request.branch.as_deref().filter(|name| is_commit(name));
     let name = request.branch.as_deref().filter(|_| commit.is_none());
     if let Some(name) = name {
@@ -124,12 +123,12 @@ fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error:
     }
 }
 
-/// Where a clone goes. git wants an empty directory, and ours may hold `.emergent`: then the clone is made in
-/// there and moved up when it is whole. A failure leaves the directory as it was.
+/// The target directory of a clone. git needs an empty directory. A directory that holds only `.emergent` gets the clone in a
+/// staging directory in there, which is moved up when the clone is complete. A failure leaves the directory as it was.
 struct Target {
     directory: PathBuf,
     staging: Option<PathBuf>,
-    /// The directory was not there.
+    /// The directory did not exist.
     made: bool,
     finished: bool,
 }
@@ -173,7 +172,7 @@ impl Target {
                 .flatten()
                 .map(|entry| entry.file_name())
                 .collect();
-            // The repository itself comes last: until then this is visibly no repository.
+            // `.git` comes last: until then the directory is not a repository.
             entries.sort_by_key(|name| name == ".git");
             for name in entries {
                 std::fs::rename(staging.join(&name), self.directory.join(&name))
@@ -198,7 +197,7 @@ impl Drop for Target {
             None if self.made => {
                 let _ = std::fs::remove_dir_all(&self.directory);
             }
-            // It was empty.
+            // The directory was empty.
             None => {
                 for entry in std::fs::read_dir(&self.directory).into_iter().flatten().flatten() {
                     let _ =

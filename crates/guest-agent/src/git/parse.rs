@@ -1,8 +1,8 @@
-//! Reads what git prints for machines. Pure functions.
+//! Parses the machine-readable output of git. Pure functions.
 
 use emergent_wire::git::{GitBranch, GitCommit, GitDiffFile, GitFileStatus, GitStatus};
 
-/// Changed paths that an answer holds.
+/// The limit of changed paths in an answer.
 const MAX_FILES: usize = 1000;
 
 fn text(bytes: &[u8]) -> String {
@@ -100,7 +100,7 @@ pub(super) fn numstat(output: &[u8]) -> Vec<GitDiffFile> {
         let mut fields = line.splitn(3, '\t');
         let (added, removed, path) = (fields.next(), fields.next(), fields.next());
         let path = match path {
-            // A rename: the old and the new path follow as records of their own.
+            // A rename: the old and the new path follow as two records.
             Some("") => {
                 records.next();
                 records.next().map(text).unwrap_or_default()

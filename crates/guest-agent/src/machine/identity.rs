@@ -1,5 +1,5 @@
-//! What makes a machine this one and no other: told after each start, and after each time it was put back from a copy of
-//! its memory, which other machines may have been made of too.
+//! The identity of a virtual machine. The manager sends it after each start, and after each restore from a memory snapshot,
+//! which may be the source of several machines.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -16,8 +16,8 @@ use crate::log;
 /// The one interface besides loopback.
 const INTERFACE: &str = "eth0";
 
-/// Takes on the identity that the manager gives. Random numbers first: all else may use them.
-pub(crate) fn take_on(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), ErrorDetail> {
+/// Applies the identity. Random numbers first, because the other steps may use them.
+pub(crate) fn apply(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), ErrorDetail> {
     super::must_be()?;
     let failed =
         |what: &str, error: std::io::Error| ErrorDetail::new(ErrorCode::Internal, format!("{what}: {error}"));
@@ -30,7 +30,7 @@ pub(crate) fn take_on(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), Erro
         log(&format!("/etc/machine-id can't be written: {error}"));
     }
     if let Some(address) = call.address {
-        // With it goes all that it knew of another network.
+        // This removes the routes of an earlier network.
         interface::bring_down(INTERFACE)
             .and_then(|()| call.mac.as_deref().map_or(Ok(()), |mac| interface::set_mac(INTERFACE, mac)))
             .and_then(|()| interface::set_address(INTERFACE, address, call.prefix))
@@ -40,7 +40,7 @@ pub(crate) fn take_on(agent: &Arc<Agent>, call: &MachineCall) -> Result<(), Erro
         interface::set_gateway(gateway).map_err(|error| failed("setting the gateway", error))?;
     }
     write_nameservers(&call.nameservers);
-    agent.begin_anew(call.environment.clone());
+    agent.reset_for_new_identity(call.environment.clone());
     Ok(())
 }
 

@@ -1,4 +1,4 @@
-//! Network interfaces, by the calls that every kernel has.
+//! Sets up network interfaces with `ioctl`.
 
 use std::io;
 use std::net::Ipv4Addr;
@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
-// The kernel's fields are shorter than the numbers that it gives for them.
+// The kernel's fields are shorter than its constants.
 #[expect(clippy::cast_possible_truncation, reason = "the flag is 1")]
 const IFF_UP: libc::c_short = libc::IFF_UP as libc::c_short;
 #[expect(clippy::cast_possible_truncation, reason = "the family is 2")]
@@ -49,7 +49,7 @@ pub(crate) fn set_mac(name: &str, mac: &str) -> io::Result<()> {
     request.call(&control()?, libc::SIOCSIFHWADDR)
 }
 
-/// Gives an interface its one address, and switches it on.
+/// Gives an interface its address and switches it on.
 pub(crate) fn set_address(name: &str, address: Ipv4Addr, prefix: u8) -> io::Result<()> {
     let socket = control()?;
     let mask = Ipv4Addr::from_bits(u32::MAX.checked_shl(32 - u32::from(prefix.min(32))).unwrap_or(0));
@@ -61,7 +61,7 @@ pub(crate) fn set_address(name: &str, address: Ipv4Addr, prefix: u8) -> io::Resu
     bring_up(name)
 }
 
-/// Sends everything that is not nearby to this address.
+/// Sets the default route.
 pub(crate) fn set_gateway(gateway: Ipv4Addr) -> io::Result<()> {
     let socket = control()?;
     // SAFETY: all fields are plain numbers or a pointer, for which zero is a value.

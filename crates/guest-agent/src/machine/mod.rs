@@ -1,16 +1,15 @@
 //! The agent as the first process of a virtual machine.
 //!
-//! The machine's memory disk holds the agent as `/init`; its own disk holds the image and nothing of ours. So the agent is
-//! always the one that belongs to whoever started the machine, and what a workspace does to its files can't keep the next
-//! start from working:
+//! The initial memory disk holds the agent as `/init`; the machine's disk holds the image only. So the agent always has the
+//! version of the manager that started the machine, and a workspace can't break the next start by changing files:
 //!
 //! ```text
 //!  memory disk                 the machine's disk, mounted at /new-root, then moved to /
 //!  /init ─▶ .emergent/guest    /.emergent ◀── bind ── /.emergent of the memory disk
 //! ```
 //!
-//! Channels come over vsock: there is no open port on any network. What the machine is called, its address and the time
-//! are told by its manager with [`identity::take_on`].
+//! Channels come over vsock: no port is open on any network. The manager sends the machine's name, address and time
+//! ([`identity::apply`]).
 
 pub(crate) mod identity;
 mod interface;
@@ -31,7 +30,7 @@ use rustix::system::RebootCommand;
 use crate::agent::Agent;
 use crate::{connection, log, workers};
 
-/// What a machine's memory disk calls the agent.
+/// The agent's path on the memory disk.
 pub(crate) const INIT: &str = "/init";
 /// Whether this agent has started a machine.
 static IS_MACHINE: AtomicBool = AtomicBool::new(false);
@@ -39,26 +38,26 @@ static IS_MACHINE: AtomicBool = AtomicBool::new(false);
 const NEW_ROOT: &str = "/new-root";
 const OWN_DIRECTORY: &str = "/.emergent";
 const DISK: &str = "/dev/vda";
-/// How long the disk may take to appear.
+/// The time limit for the disk to appear.
 const DISK_TIME: Duration = Duration::from_secs(20);
 
-/// Runs the machine until it is told to stop, and powers it off. Never returns.
+/// Runs the machine until it gets a stop signal, and powers it off. Never returns.
 pub(crate) fn run() -> Result<(), String> {
     IS_MACHINE.store(true, Ordering::Relaxed);
     let result = move_to_disk().and_then(|()| serve());
     if let Err(error) = &result {
-        // The console is all there is to tell it on; the manager keeps its end.
+        // The manager keeps the last lines of the console.
         log(&format!("emergent: the machine can't start: {error}"));
     }
     power_off()
 }
 
-/// Whether the sandbox is a machine of its own, with a kernel and interfaces that are ours to set up.
+/// Whether the sandbox is a virtual machine, whose kernel and interfaces the agent sets up.
 pub(crate) fn is_machine() -> bool {
     IS_MACHINE.load(Ordering::Relaxed)
 }
 
-/// Refuses what only a machine can do.
+/// Fails outside a virtual machine.
 pub(crate) fn must_be() -> Result<(), ErrorDetail> {
     let message = "this sandbox is a container: its host names, addresses and ends it";
     if is_machine() { Ok(()) } else { Err(ErrorDetail::new(ErrorCode::BadRequest, message)) }
@@ -70,7 +69,7 @@ fn move_to_disk() -> Result<(), String> {
     make_directory(NEW_ROOT)?;
     mount_disk()?;
     let own = format!("{NEW_ROOT}{OWN_DIRECTORY}");
-    // What an image has there is nothing we know.
+    // The image may have a file of any kind there.
     if fs::symlink_metadata(&own).is_ok_and(|found| !found.is_dir()) {
         fs::remove_file(&own).map_err(|error| format!("{OWN_DIRECTORY} on the disk: {error}"))?;
     }
@@ -98,20 +97,20 @@ fn mount_disk() -> Result<(), String> {
     mounted.map_err(|error| format!("the root disk can't be mounted: {error}"))
 }
 
-/// Everything a process expects of a machine, then the channels.
+/// Sets up mounts, devices and interfaces, then takes channels.
 fn serve() -> Result<(), String> {
     prepare()?;
     grow_file_system();
     crate::set_usual_limits();
     crate::agent::block_stop_signals();
-    // The keys that restart a machine tell us to end it in order.
+    // The key combination for a restart sends SIGINT to the agent, which ends the machine in order.
     let _ = rustix::system::reboot(RebootCommand::CadOff);
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     let agent = Agent::start();
     let listener = vsock::Listener::open(CHANNEL_PORT)?;
     let accepting = Arc::clone(&agent);
-    workers::spawn_thread("accept", move || accept_for_ever(&accepting, &listener));
-    // Whoever started the machine listens there, and need not look again and again whether we do.
+    workers::spawn_thread("accept", move || accept_channels(&accepting, &listener));
+    // The manager waits for this connection instead of polling the channel port.
     if let Err(error) = vsock::connect_to_host(READY_PORT) {
         log(&format!("nobody was told that the machine is ready: {error}"));
     }
@@ -119,7 +118,7 @@ fn serve() -> Result<(), String> {
     Ok(())
 }
 
-fn accept_for_ever(agent: &Arc<Agent>, listener: &vsock::Listener) {
+fn accept_channels(agent: &Arc<Agent>, listener: &vsock::Listener) {
     loop {
         match listener.accept() {
             Ok((input, output)) => connection::serve_in_background(agent, input, output, None),
@@ -169,13 +168,13 @@ fn make_mount(source: &str, path: &str, kind: &str, flags: MountFlags, data: &st
     make_directory(path)?;
     let data = std::ffi::CString::new(data).unwrap_or_default();
     match rustix::mount::mount(source, path, kind, flags, data.as_c_str()) {
-        // The kernel may have done it.
+        // The kernel may have mounted it.
         Ok(()) | Err(Errno::BUSY) => Ok(()),
         Err(error) => Err(format!("mounting {path}: {error}")),
     }
 }
 
-/// Lets the file system fill a disk that has grown.
+/// Grows the file system to the size of the disk.
 fn grow_file_system() {
     /// `EXT4_IOC_RESIZE_FS`.
     const RESIZE: libc::c_ulong = 0x4008_6610;
@@ -194,15 +193,15 @@ fn grow_file_system() {
     }
 }
 
-/// Puts everything on the disk and ends the machine.
+/// Flushes the disk and ends the machine.
 pub(crate) fn power_off() -> ! {
     rustix::fs::sync();
     let read_only = rustix::mount::mount_remount("/", MountFlags::RDONLY, "");
     if read_only.is_err() {
-        // Something still has a file open for writing; the journal takes care of it.
+        // A process has a file open for writing; the journal keeps the file system consistent.
         rustix::fs::sync();
     }
-    // Firecracker's machines have no power button: a restart is what ends them.
+    // A Firecracker machine has no power-off; a restart ends it.
     let _ = rustix::system::reboot(RebootCommand::Restart);
     std::process::exit(1)
 }

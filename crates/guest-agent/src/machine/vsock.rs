@@ -29,7 +29,7 @@ impl Listener {
         open().map_err(|error| format!("listening on vsock port {port}: {error}"))
     }
 
-    /// The next channel, as what is read from and what is written to.
+    /// The next channel: its reading and its writing end.
     pub(crate) fn accept(&self) -> Result<(OwnedFd, OwnedFd), Errno> {
         // SAFETY: no address is asked for; a descriptor that is returned is ours alone.
         let socket = unsafe {
@@ -46,7 +46,7 @@ impl Listener {
     }
 }
 
-/// Connects to a port of the host, and lets go of it again: who listens there has seen it.
+/// Connects to a port of the host and disconnects: the manager waits for the connection only.
 pub(crate) fn connect_to_host(port: u32) -> Result<(), Errno> {
     let socket = new_socket()?;
     let address = address(libc::VMADDR_CID_HOST, port);
