@@ -168,7 +168,7 @@ impl Reader {
 
 /// Runs a call to its end.
 fn run(agent: &Arc<Agent>, frame: &Frame, call: &Arc<Call>) {
-    // A newer host may send what this agent does not know: that is an answer, not a broken channel.
+    // An unknown call of a newer host fails; the channel stays open.
     match frame.parse::<GuestCall>() {
         Ok(message) => dispatch::run(agent, call, message),
         Err(error) => call.finish(Err(ErrorDetail::new(ErrorCode::BadRequest, error.to_string()))),

@@ -1,5 +1,4 @@
-//! A hostile guest must not hurt the host: whatever it sends, calls end with an error, memory stays bounded,
-//! and nothing hangs.
+//! A hostile guest: on every violation the channel ends, calls fail, memory stays bounded, and no task hangs.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -69,7 +68,7 @@ async fn unknown_and_finished_calls_end_the_channel() {
 }
 
 #[tokio::test]
-async fn half_a_frame_is_an_end_and_not_an_answer() {
+async fn a_stream_that_ends_in_a_frame_is_a_violation() {
     let whole = Frame::message(Kind::Result, 1, &GlobAnswer::default()).unwrap().to_bytes();
     for cut in [1, 8, 9, 12, whole.len() - 1] {
         let closed = attack(&whole[..cut]).await;
@@ -79,7 +78,7 @@ async fn half_a_frame_is_an_end_and_not_an_answer() {
 }
 
 #[tokio::test]
-async fn a_flood_is_stopped_by_its_credit() {
+async fn data_beyond_the_credit_ends_the_channel() {
     let (client, mut guest) = channel().await;
     let call = client.start(&GuestCall::Usage(())).await.unwrap();
     let flood = tokio::spawn(async move {
@@ -98,13 +97,13 @@ async fn a_flood_is_stopped_by_its_credit() {
 }
 
 #[tokio::test]
-async fn tiny_frames_are_no_way_around_the_credit() {
+async fn tiny_frames_cost_credit_for_their_overhead() {
     let frames: Vec<u8> = (0..20_000).flat_map(|_| Frame::new(Kind::Stderr, 1, *b"x").to_bytes()).collect();
     assert_eq!(attack(&frames).await, Closed::Protocol(ProtocolError::OverCredit(1)));
 }
 
 #[tokio::test]
-async fn an_answer_that_never_ends_is_cut_off() {
+async fn output_over_the_callers_limit_fails_the_call() {
     let (client, mut guest) = channel().await;
     let call = client.start(&GuestCall::Usage(())).await.unwrap();
     tokio::spawn(async move {
@@ -139,7 +138,7 @@ async fn a_guest_of_an_unknown_version_is_refused_with_advice() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_pong_may_come_after_what_was_said_before_it() {
+async fn a_pong_may_come_after_frames_that_were_sent_before_it() {
     let (client, mut guest) = channel().await;
     let long = client.start(&GuestCall::Usage(())).await.unwrap();
     let short = client.start(&GuestCall::Usage(())).await.unwrap();
@@ -163,7 +162,7 @@ async fn a_pong_may_come_after_what_was_said_before_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_guest_that_never_answers_is_given_up() {
+async fn a_guest_that_answers_no_ping_ends_the_channel() {
     let (client, guest) = channel().await;
     let call = client.start(&GuestCall::Usage(())).await.unwrap();
     assert!(matches!(call.answer::<GlobAnswer>().await, Err(CallError::Lost(Closed::Silent))));
@@ -171,7 +170,7 @@ async fn a_guest_that_never_answers_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_dropped_call_is_cancelled_and_the_channel_goes_on() {
+async fn a_dropped_call_is_cancelled_and_the_channel_continues() {
     let (client, mut guest) = channel().await;
     drop(client.start(&GuestCall::Usage(())).await.unwrap());
     let mut seen = vec![0; 9 + 14 + 9];

@@ -1,4 +1,4 @@
-//! Where relative paths start, and where paths may lead.
+//! The start of relative paths, and the confinement of all paths.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -10,7 +10,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 pub struct Context {
     /// Relative paths start here; normally `/workspace`.
     pub workspace_dir: PathBuf,
-    /// When given, every path must lead into one of these directories, also after following symbolic links.
+    /// When given, every path must end in one of these directories, also after symbolic links are followed.
     pub confined_to: Option<Vec<PathBuf>>,
 }
 
@@ -23,9 +23,9 @@ impl Default for Context {
 /// A path of a request, made absolute.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestPath {
-    /// As the operating system shall see it: `..` and a `/` at the end mean what they always mean.
+    /// The path for the operating system, with `..` and a `/` at the end.
     pub(crate) os: PathBuf,
-    /// As it is shown: without `.`, doubled `/` and `/` at the end.
+    /// The path for answers: without `.`, doubled `/` and `/` at the end.
     pub(crate) shown: PathBuf,
 }
 

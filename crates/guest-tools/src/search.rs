@@ -1,4 +1,4 @@
-//! Searches as messages: the guest agent hands them to a process of their own.
+//! The messages between the guest agent and the search process.
 //!
 //! Requests and replies are JSON, each after its length in four bytes, little end first.
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Context, glob, grep};
 
-/// How many bytes a message's length has.
+/// The size of a message's length.
 pub const LENGTH_BYTES: usize = 4;
 /// The longest message; the tools' own limits are far below.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
@@ -28,7 +28,7 @@ pub fn to_message(content: &impl Serialize) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// What is in a message, once all of it is there; none before. An error when it never will be.
+/// The content of a complete message; none for an incomplete one. A length over the limit is an error.
 pub fn message_content(bytes: &[u8]) -> Result<Option<&[u8]>, String> {
     let Some((length, content)) = bytes.split_first_chunk::<LENGTH_BYTES>() else {
         return Ok(None);
@@ -40,14 +40,14 @@ pub fn message_content(bytes: &[u8]) -> Result<Option<&[u8]>, String> {
     Ok(content.get(..length))
 }
 
-/// What to search, and where.
+/// A search and its context.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SearchRequest {
-    /// Where relative paths start.
+    /// The start of relative paths.
     pub workspace_dir: PathBuf,
-    /// Where the search must stay.
+    /// The directories that the search is confined to.
     pub confined_to: Option<Vec<PathBuf>>,
-    /// What to search.
+    /// The search.
     pub search: Search,
 }
 
@@ -61,7 +61,7 @@ pub enum Search {
     Grep(GrepRequest),
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SearchReply {
@@ -69,7 +69,7 @@ pub enum SearchReply {
     Glob(GlobAnswer),
     /// Lines by content.
     Grep(GrepAnswer),
-    /// Nothing, and why.
+    /// The error of a failed search.
     Err(ErrorDetail),
 }
 
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_message_is_there_with_its_last_byte() {
+    fn a_message_is_complete_with_its_last_byte() {
         let message = to_message(&"a search").unwrap();
         for end in 0..message.len() {
             assert_eq!(message_content(&message[..end]).unwrap(), None, "{end}");

@@ -1,11 +1,11 @@
-//! What kind of bytes a file holds, and how a line of them is shown.
+//! The kind of a file's content, and the text of its lines in answers.
 
 use emergent_wire::tools::MAX_LINE_CHARS;
 use sha2::{Digest, Sha256};
 
-/// How much of a file's beginning decides whether it is binary.
+/// The part of a file's beginning that decides whether it is binary.
 pub(crate) const HEAD_BYTES: usize = 8 * 1024;
-/// As many bytes of a line as may be needed to show its first `MAX_LINE_CHARS` characters, and one more.
+/// The most bytes of the first `MAX_LINE_CHARS` characters of a line, and one more.
 pub(crate) const LINE_HEAD_BYTES: usize = (MAX_LINE_CHARS + 1) * 4;
 /// The byte order mark of UTF-8.
 pub(crate) const BOM: &[u8] = b"\xEF\xBB\xBF";
@@ -23,7 +23,7 @@ pub(crate) fn is_binary(head: &[u8]) -> bool {
     controls * 10 > head.len() * 3
 }
 
-/// What kind of file begins with `head`.
+/// The media type of a file that begins with `head`.
 pub(crate) fn media_type(head: &[u8]) -> &'static str {
     const AT_START: &[(&[u8], &str)] = &[
         (b"\x89PNG\r\n\x1A\n", "image/png"),
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_of_files_are_told_by_their_first_bytes() {
+    fn the_first_bytes_decide_the_media_type() {
         assert!(!is_binary(b""));
         assert!(!is_binary("Zürich\r\n\t\x1B[1mbold\x0C".as_bytes()));
         assert!(!is_binary(b"caf\xE9 latin-1"));

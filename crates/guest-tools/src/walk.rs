@@ -1,12 +1,12 @@
-//! How glob and grep walk a tree: as `rg --hidden` does.
+//! The walk of glob and grep over a tree, with the rules of `rg --hidden`.
 //!
 //! `.gitignore` (also where there is no repository), `.ignore` and `.rgignore` are followed, of the directories
 //! above the root too; the user's global ignore file is not, so that a workspace gives the same answer everywhere.
 //! Left out are `.git`, the guest agent's own directory, temporary files of write, and, when all of `/` is walked,
 //! the kernel's file systems. What is given as the root is searched whatever its name. Links are not followed.
 //!
-//! There are two walks: ripgrep's own, by paths and fast, and one by descriptors for confined contexts, which a
-//! process that swaps directories with links can't lead astray (see `confined_walk`).
+//! There are two walks: ripgrep's own, which uses paths and is fast, and one for confined contexts, which uses descriptors, so
+//! that a process can't lead it outside by swapping directories with links (see `confined_walk`).
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ const MAX_THREADS: usize = 4;
 /// Where a search starts.
 #[derive(Debug)]
 pub(crate) struct Root {
-    /// The path that all paths of the answer begin with.
+    /// The prefix of all paths in the answer.
     pub(crate) path: PathBuf,
     /// What it is.
     pub(crate) file_type: FileType,
@@ -68,13 +68,13 @@ pub(crate) fn builder(context: &Context, root: &Path) -> WalkBuilder {
     builder
 }
 
-/// How many threads a search has.
+/// The number of threads of a search.
 pub(crate) fn threads() -> usize {
     static THREADS: OnceLock<usize> = OnceLock::new();
     *THREADS.get_or_init(|| available_parallelism().map_or(1, |n| n.get().min(MAX_THREADS)))
 }
 
-/// What is left out whatever the ignore files say.
+/// The entries that are excluded regardless of ignore files.
 pub(crate) struct LeftOut {
     own_directory: PathBuf,
     is_whole_system: bool,
@@ -88,7 +88,7 @@ impl LeftOut {
         }
     }
 
-    /// Whether an entry below the root is left out.
+    /// Whether an entry below the root is excluded.
     pub(crate) fn contains(&self, path: &Path, name: &[u8], depth: usize) -> bool {
         if name.starts_with(b".") {
             let is_temporary =

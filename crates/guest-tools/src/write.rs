@@ -1,16 +1,16 @@
-//! Writes whole files so that nobody ever sees half of one.
+//! Writes whole files atomically: a reader sees the old or the new content.
 //!
 //! ```text
 //! create ──push*──► commit     temporary file in the same directory, then rename
 //!    └──────drop──► nothing    the temporary file is removed
 //! ```
 //!
-//! What is kept of a file that is replaced: its mode and its owner, and the link when the path is one (its target
-//! is replaced). What is not: other hard links to it keep the old content, extended attributes are lost.
+//! A replaced file keeps its mode and owner. When the path is a link, the link stays and its target is replaced. Other hard links
+//! to the file keep the old content, and extended attributes are lost.
 //!
-//! The rename is atomic against crashes of any process. A large file is on the disk when it is acknowledged, a
-//! small one a moment later: until then, a power loss of the host or a full disk may bring the old content back. Where a rename is impossible (the file is a mount
-//! point, as `/etc/resolv.conf` in containers, or its owner can't be kept) the file is overwritten in place.
+//! The rename is atomic against crashes of any process. A large file is on the disk when it is acknowledged, a small one a moment
+//! later: until then, a power loss of the host or a full disk may bring the old content back. Where a rename is impossible (the
+//! file is a mount point, as `/etc/resolv.conf` in containers, or its owner can't be kept), the file is overwritten in place.
 
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -31,17 +31,17 @@ use crate::read::special_file;
 use crate::text::hex_digest;
 use crate::{Context, flush};
 
-/// Names of temporary files begin and end so; glob and grep leave them out.
+/// The beginning and the end of temporary files' names. Glob and grep exclude them.
 pub(crate) const TEMPORARY_PREFIX: &str = ".emergent-";
 pub(crate) const TEMPORARY_SUFFIX: &str = ".tmp";
 const BUFFER_BYTES: usize = 64 * 1024;
-/// Files from this size on are written to the disk before they are acknowledged.
+/// Files of at least this size are flushed to the disk before they are acknowledged.
 const FLUSHED_FROM_BYTES: u64 = 1 << 20;
 
-/// Held while a file is checked and replaced, so that two edits of a file never overwrite each other's work.
+/// Held while a file is checked and replaced, so that two edits never overwrite each other's changes.
 static COMMIT: Mutex<()> = Mutex::new(());
 
-/// What tells one version of a file from another.
+/// Identifies a version of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Version {
     inode: (u64, u64),
@@ -72,7 +72,7 @@ pub struct FileWriter {
     location: Location,
     existing: Option<Stat>,
     file: BufWriter<File>,
-    /// The temporary file's name, and whether it is still there.
+    /// The temporary file's name, and whether it still exists.
     temporary: PathBuf,
     has_temporary: bool,
     hasher: Sha256,
@@ -87,7 +87,7 @@ pub fn write(context: &Context, path: &str, content: &[u8]) -> Result<WriteAnswe
 }
 
 impl FileWriter {
-    /// Begins to write the file at `path`; missing directories above it are made.
+    /// Begins to write the file at `path`; missing parent directories are created.
     pub fn create(context: &Context, path: &str) -> Result<Self, ErrorDetail> {
         let path = context.request_path("file_path", path)?;
         let (location, existing) = context.locate_for_write(&path, true)?;
@@ -148,8 +148,8 @@ impl FileWriter {
         self.answer()
     }
 
-    /// Puts the file in its place if what is there is still what was there at `expected` (none: no file).
-    /// Otherwise nothing happens and there is no answer.
+    /// Puts the file in its place if the existing file still has the version `expected` (none: no file). Otherwise nothing is
+    /// changed, and the result is `None`.
     pub(crate) fn commit_over(
         mut self,
         expected: Option<Version>,
@@ -157,7 +157,7 @@ impl FileWriter {
         if self.place(Some(expected))? { self.answer().map(Some) } else { Ok(None) }
     }
 
-    /// Writes the file's new name through to the disk, and says what was written.
+    /// Flushes the file's directory to the disk, and returns the answer.
     fn answer(&mut self) -> Result<WriteAnswer, ErrorDetail> {
         if self.written >= FLUSHED_FROM_BYTES {
             let synced = self.file.get_ref().sync_all();
@@ -174,12 +174,12 @@ impl FileWriter {
         })
     }
 
-    /// Replaces what is there; false if that is not what was expected.
+    /// Replaces the existing file; false if it has another version than the expected one.
     fn place(&mut self, expected: Option<Option<Version>>) -> Result<bool, ErrorDetail> {
         let fail = |error: io::Error, path: &Path| io_error("write", path, &error);
         self.file.flush().map_err(|error| fail(error, &self.location.path))?;
         if self.written >= FLUSHED_FROM_BYTES {
-            // A disk that turns out to be full, or broken, is known before anybody relies on the file.
+            // Errors of the disk (full, broken) are found before the write is acknowledged.
             self.file.get_ref().sync_data().map_err(|error| fail(error, &self.location.path))?;
         }
         let keeps_owner = self.keep_mode_and_owner().map_err(|error| fail(error, &self.location.path))?;
@@ -251,7 +251,7 @@ impl FileWriter {
 impl Drop for FileWriter {
     fn drop(&mut self) {
         if self.has_temporary {
-            // Nothing better can be done about a failure here; the name says what the file is.
+            // A failure is ignored: the file's name identifies it as a temporary one.
             let _ = unlinkat(self.location.directory(), &self.temporary, AtFlags::empty());
         }
     }

@@ -1,5 +1,5 @@
-//! Confined glob and grep: the same answers as without confinement, and nothing from outside, whatever a process of
-//! the guest swaps meanwhile.
+//! Confined glob and grep give the same answers as unconfined ones, and nothing from outside while a process swaps
+//! directories with links.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -1,4 +1,4 @@
-//! edit: what is found, what is changed, and what is not.
+//! edit: matches, replacements, and refusals.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -151,7 +151,7 @@ fn white_space_around_the_text_is_not_doubled() {
 }
 
 #[test]
-fn what_is_not_there_or_not_unique_is_refused() {
+fn a_missing_and_an_ambiguous_old_string_are_refused() {
     let workspace = Workspace::with("a\nb\na\n");
     let error = workspace.edit("zzz", "y").unwrap_err();
     assert_eq!(error.code, ErrorCode::OldStringNotFound);
@@ -260,7 +260,7 @@ fn the_largest_file_is_edited() {
 }
 
 #[test]
-fn hard_cases_for_the_matchers_end() {
+fn the_matchers_end_on_inputs_with_many_candidates() {
     let lines = "}\n".repeat(200_000);
     let old = format!("{{\n{}", " }\n".repeat(60_000));
     let error = Workspace::with(&lines).edit(&old, "x").unwrap_err();

@@ -1,4 +1,4 @@
-//! glob: which files are found, and in which order.
+//! glob: the files that are found, and their order.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -78,7 +78,7 @@ fn patterns_find_their_files_newest_first() {
 }
 
 #[test]
-fn roots_and_absolute_patterns() {
+fn patterns_may_be_absolute_and_roots_may_be_given() {
     let workspace = Workspace::new(&["a.ts", "src/b.ts", "other/c.ts"]);
     let base = workspace.path.display().to_string();
     let find =
@@ -100,7 +100,7 @@ fn roots_and_absolute_patterns() {
 }
 
 #[test]
-fn ignored_files_are_left_out_and_hidden_ones_are_not() {
+fn ignored_files_are_excluded_and_hidden_files_are_found() {
     let workspace = Workspace::new(&[
         ".gitignore < *.log\n/build/\n",
         "a.log",
@@ -157,7 +157,7 @@ fn links_to_files_are_listed_and_not_entered() {
 }
 
 #[test]
-fn confinement_and_cancelling() {
+fn a_glob_stays_confined_and_can_be_cancelled() {
     let workspace = Workspace::new(&["in/a", "out/b"]);
     let inside = workspace.path.join("in");
     symlink("../out/b", inside.join("leak")).unwrap();

@@ -1,4 +1,4 @@
-//! grep: which lines are found, in which order; the same as ripgrep finds.
+//! grep: the lines that are found, and their order; compared with ripgrep.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -83,7 +83,7 @@ fn lines_are_found_in_order() {
 }
 
 #[test]
-fn failures_are_never_no_matches() {
+fn a_failed_search_is_an_error_and_not_an_empty_answer() {
     let workspace = Workspace::new(&[("file", "x")]);
     let error = workspace.grep("(").unwrap_err();
     assert_eq!(error.code, ErrorCode::InvalidPattern);
@@ -153,7 +153,7 @@ fn context_is_given_around_each_match() {
 }
 
 #[test]
-fn ignored_binary_and_special_files() {
+fn ignored_binary_and_special_files_are_not_searched() {
     let workspace = Workspace::new(&[
         (".gitignore", b"ignored\n".to_vec()),
         ("ignored", b"hit".to_vec()),
@@ -271,7 +271,7 @@ proptest! {
         let files: Vec<(&str, String)> = files.into_iter().map(|(name, lines)| (name, lines.join(end))).collect();
         let workspace = Workspace::new(&files);
         let mut arguments = vec!["-e", pattern];
-        // rg's `--glob` overrides ignore files; ours does not, so they are compared without these.
+        // rg's `--glob` overrides ignore files and the tool's does not: compared without ignore files.
         let has_ignore_files = files.iter().any(|(name, _)| name.ends_with("ignore"));
         let include = include.filter(|_| !has_ignore_files);
         if let Some(include) = include {

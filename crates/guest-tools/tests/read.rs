@@ -1,4 +1,4 @@
-//! read: paging, kinds of files, and failures that help.
+//! read: pages, kinds of files, and errors with advice.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -59,7 +59,7 @@ fn lines_are_numbered_and_line_ends_and_mark_are_not_shown() {
 }
 
 #[test]
-fn empty_files_and_offsets_behind_the_end() {
+fn an_empty_file_has_no_lines_and_an_offset_behind_the_end_is_refused() {
     let workspace = Workspace::new();
     workspace.file("empty", "");
     let answer = workspace.page("empty", Some(1), None).unwrap();
@@ -77,7 +77,7 @@ fn empty_files_and_offsets_behind_the_end() {
 }
 
 #[test]
-fn long_lines_and_large_pages_are_cut_and_say_so() {
+fn long_lines_and_large_pages_are_cut_with_a_note() {
     let workspace = Workspace::new();
     workspace.file("long", format!("{}\r\nshort\n", "é".repeat(300_000)));
     let answer = workspace.read("long").unwrap();
@@ -128,7 +128,7 @@ fn directories_are_listed_in_order_and_in_pages() {
 }
 
 #[test]
-fn missing_files_name_what_is_similar() {
+fn the_error_of_a_missing_file_suggests_similar_names() {
     let workspace = Workspace::new();
     for name in ["main.rs", "main.test.rs", "Main.rs", "mian.rs", "unrelated.txt"] {
         workspace.file(name, "");
@@ -202,7 +202,7 @@ fn raw_gives_the_exact_bytes() {
 }
 
 #[test]
-fn a_cancelled_call_says_so() {
+fn a_cancelled_read_fails_with_cancelled() {
     let workspace = Workspace::new();
     workspace.file("a", "x\n".repeat(1_000_000));
     let request = ReadRequest { file_path: "a".into(), ..ReadRequest::default() };
@@ -233,7 +233,7 @@ fn confinement_holds_for_reading() {
 }
 
 #[test]
-fn permissions_are_named() {
+fn a_file_without_read_permission_is_denied_except_to_root() {
     // Root reads everything, so that only the mode can be looked at; the mapping has its own test.
     let workspace = Workspace::new();
     workspace.file("a", "x");

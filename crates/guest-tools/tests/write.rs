@@ -1,4 +1,4 @@
-//! write: whole files, atomically, in place of what was there.
+//! write: atomic replacement of whole files.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -91,7 +91,7 @@ fn hard_links_keep_the_old_content() {
 }
 
 #[test]
-fn what_can_not_be_written_says_why_and_leaves_nothing() {
+fn a_failed_write_names_the_cause_and_leaves_no_file() {
     let (_guard, path, context) = workspace();
     fs::create_dir(path.join("dir")).unwrap();
     fs::write(path.join("file"), "x").unwrap();
@@ -134,7 +134,7 @@ fn files_over_the_limit_are_refused() {
     assert!(names(&path).is_empty());
 }
 
-/// Something mounted for a test; unmounted when it goes, also when the test fails.
+/// A mount for a test; unmounted on drop, also when the test fails.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -152,7 +152,7 @@ impl Drop for Mount {
 }
 
 #[test]
-fn a_full_disk_says_so_and_keeps_the_old_file() {
+fn a_full_disk_fails_with_disk_full_and_keeps_the_old_file() {
     let (_guard, path, context) = workspace();
     fs::create_dir(path.join("small")).unwrap();
     let options = ["-t", "tmpfs", "-o", "size=1m", "tmpfs"];
@@ -169,7 +169,7 @@ fn a_full_disk_says_so_and_keeps_the_old_file() {
 }
 
 #[test]
-fn a_read_only_file_system_says_so() {
+fn a_write_to_a_read_only_file_system_is_denied() {
     let (_guard, path, context) = workspace();
     fs::create_dir(path.join("fixed")).unwrap();
     let Some(_mount) = Mount::new(&["-t", "tmpfs", "-o", "ro", "tmpfs"], &path.join("fixed")) else {
@@ -195,7 +195,7 @@ fn a_file_that_is_a_mount_point_is_overwritten_in_place() {
 }
 
 #[test]
-fn readers_see_the_old_or_the_new_file_and_nothing_else() {
+fn readers_see_only_the_old_or_the_new_file() {
     let (_guard, path, context) = workspace();
     let contents = [vec![b'a'; 300_000], vec![b'b'; 200_000]];
     write(&context, "file", &contents[0]).unwrap();

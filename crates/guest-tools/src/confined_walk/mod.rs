@@ -1,9 +1,8 @@
-//! Walks a tree by descriptors, for searches that must stay inside the roots of the context.
+//! Walks a tree by descriptors, for searches that are confined to the roots of the context.
 //!
-//! A path that was checked may lead elsewhere a moment later: a process of the guest can put a link in the place of a
-//! directory or a file. So this walk uses no paths. The root was opened by the confined resolution of paths; from
-//! there every step opens a single name in an open directory with `O_NOFOLLOW`. Whatever is swapped, each descriptor
-//! is of something that was below the root.
+//! A process of the guest can replace a directory or a file by a link after its path was checked. So this walk uses no paths.
+//! The root is opened by the confined resolution of paths; each further step opens one name in an open directory with
+//! `O_NOFOLLOW`. So each descriptor belongs to a file or directory that was below the root.
 //!
 //! ```text
 //! queue ─► open directory ─► list ─► read ignore files ─► visit files
@@ -11,8 +10,8 @@
 //!   └──────────────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! What is left out, and which rules hold, is the same as in the unconfined walk (see `walk`), except that no rules
-//! are read from outside the roots. Threads and open descriptors are limited, whatever the tree looks like.
+//! Exclusions and ignore rules are those of the unconfined walk (see `walk`), except that no rules are read from outside the
+//! roots. The numbers of threads and open descriptors are limited for every shape of tree.
 
 mod queue;
 mod rules;
@@ -35,16 +34,16 @@ use crate::walk::{LeftOut, Root, threads};
 use queue::{Budget, Held, Pending, Queue, Work};
 use rules::{Rules, Sources};
 
-/// How files and directories are opened. Without `O_DIRECTORY`: with it, gVisor follows a link in spite of `O_NOFOLLOW`.
-/// What is not a directory can't be listed.
+/// The flags for files and directories. Without `O_DIRECTORY`, because with it gVisor follows a link in spite of
+/// `O_NOFOLLOW`; listing anything but a directory fails anyway.
 const READ: OFlags = OFlags::RDONLY.union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 const LIST_BYTES: usize = 32 * 1024;
-/// As many entries of a directory are visited by one thread at a time.
+/// The entries of a directory that one thread visits at a time.
 const BATCH: usize = 64;
-/// After as many entries a long loop looks whether the call was cancelled.
+/// The number of entries after which a long loop checks for cancellation.
 const CANCEL_INTERVAL: usize = 1024;
 
-/// What a search does with a tree. Each thread has one.
+/// The visitor of a tree. Each thread has one.
 pub(crate) trait Visitor {
     /// Whether a directory is to be entered.
     fn enters(&mut self, directory: &Path) -> bool;
@@ -73,7 +72,7 @@ impl Entry<'_> {
         }
     }
 
-    /// What the entry is now; a link is not followed.
+    /// The current type of the entry; a link is not followed.
     pub(crate) fn stat(&self) -> Result<Stat, Errno> {
         check_length(self.path)?;
         statat(self.directory, self.name, AtFlags::SYMLINK_NOFOLLOW)
@@ -121,7 +120,7 @@ struct Walk<'q, 'a> {
     queue: &'q Queue<'a>,
 }
 
-/// What a directory holds, as far as it is searched.
+/// The entries of a directory that are searched.
 struct Listing {
     directories: Vec<CString>,
     entries: Vec<(CString, FileType)>,
@@ -158,7 +157,7 @@ impl<'a> Walk<'_, 'a> {
         });
         let (file, listing) = match listed {
             Ok(listed) => listed,
-            // Gone since its name was read, or not a directory any more.
+            // It was removed or replaced since its name was read.
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return,
             Err(errno) => return visitor.failure(&pending.path, errno),
         };
@@ -182,7 +181,7 @@ impl<'a> Walk<'_, 'a> {
         }
     }
 
-    /// Visits entries, and leaves what is more than a batch to all threads.
+    /// Visits a batch of entries and queues the rest for all threads.
     fn share(
         &self,
         visitor: &mut impl Visitor,
@@ -201,7 +200,7 @@ impl<'a> Walk<'_, 'a> {
         self.visit(visitor, directory.as_fd(), path, &entries);
     }
 
-    /// Lists a directory without what is left out or ignored.
+    /// Lists a directory without excluded and ignored entries.
     fn list(&self, directory: &File, pending: &Pending<'a>) -> Result<Listing, Errno> {
         let mut all = Vec::new();
         let mut sources = Sources::NONE;
@@ -226,7 +225,7 @@ impl<'a> Walk<'_, 'a> {
                 break;
             }
             let file_type = match file_type {
-                // Some file systems don't say in the listing what an entry is.
+                // Some file systems do not list the types of entries.
                 FileType::Unknown => match statat(directory, &name, AtFlags::SYMLINK_NOFOLLOW) {
                     Ok(stat) => FileType::from_raw_mode(stat.st_mode),
                     Err(_) => continue,
@@ -269,7 +268,7 @@ fn join(directory: &Path, name: &CStr) -> PathBuf {
     directory.join(OsStr::from_bytes(name.to_bytes()))
 }
 
-/// A path that is longer than the kernel takes is of no use to the caller. This also limits how deep a walk goes.
+/// The longest path that the kernel takes. This also limits the depth of a walk.
 fn check_length(path: &Path) -> Result<(), Errno> {
     if path.as_os_str().len() > MAX_PATH_BYTES { Err(Errno::NAMETOOLONG) } else { Ok(()) }
 }

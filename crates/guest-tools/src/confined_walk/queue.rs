@@ -1,10 +1,10 @@
 //! The work of a confined walk, shared by its threads.
 //!
-//! The queue is a stack, so that a walk goes deep before it goes wide and few directories wait at any time. It is
-//! empty for good when nothing waits and no thread is at work, since only a thread at work adds to it.
+//! The queue is a stack: the walk is depth-first, so that few directories wait at any time. The walk is complete when the queue
+//! is empty and no thread works, because only a working thread adds to the queue.
 //!
-//! A descriptor that is held for later work counts against a budget. Work beyond the budget is found again from the
-//! nearest directory that is held (see `Pending`).
+//! Descriptors that are held for later work have a budget. Directories beyond the budget are opened again from the nearest held
+//! directory (see `Pending`).
 
 use std::ffi::CString;
 use std::fs::File;
@@ -23,7 +23,7 @@ use super::{READ, open_at};
 /// The most directories that are held open for later work.
 const MAX_HELD: usize = 64;
 
-/// Something to do.
+/// A piece of work.
 pub(super) enum Work<'a> {
     /// A directory to enter.
     Directory(Pending<'a>),
@@ -35,7 +35,7 @@ pub(super) enum Work<'a> {
 pub(super) struct Pending<'a> {
     /// A directory above it.
     pub(super) anchor: Arc<Held<'a>>,
-    /// The names that lead from the anchor to it; none for the anchor itself.
+    /// The names from the anchor to it; empty for the anchor itself.
     pub(super) names: Vec<CString>,
     pub(super) path: PathBuf,
     pub(super) depth: usize,
@@ -44,7 +44,7 @@ pub(super) struct Pending<'a> {
 }
 
 impl Pending<'_> {
-    /// Opens the directory, one name after the other and never through a link.
+    /// Opens the directory name by name, without following links.
     pub(super) fn open(&self) -> Result<File, Errno> {
         let Some((last, way)) = self.names.split_last() else {
             return open_at(self.anchor.as_fd(), c".", READ);
@@ -83,7 +83,7 @@ pub(super) struct Budget {
 }
 
 impl Budget {
-    /// Holds a directory; gives it back when there are enough.
+    /// Holds a directory; gives it back when the budget is used up.
     pub(super) fn hold(&self, file: File) -> Result<Arc<Held<'_>>, File> {
         if self.held.fetch_add(1, Ordering::Relaxed) >= MAX_HELD {
             self.held.fetch_sub(1, Ordering::Relaxed);
@@ -117,7 +117,7 @@ impl<'a> Queue<'a> {
         self.changed.notify_one();
     }
 
-    /// The next work, and a guard to keep while it is done; none when all is done.
+    /// The next work, and a guard for its duration; none when the walk is complete.
     pub(super) fn next(&self) -> Option<(Work<'a>, AtWork<'_, 'a>)> {
         let mut state = self.lock();
         loop {
@@ -139,7 +139,7 @@ impl<'a> Queue<'a> {
     }
 }
 
-/// A thread that is at work, and may add to the queue.
+/// Marks a working thread, which may add to the queue.
 pub(super) struct AtWork<'q, 'a>(&'q Queue<'a>);
 
 impl Drop for AtWork<'_, '_> {

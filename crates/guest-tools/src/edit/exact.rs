@@ -1,4 +1,4 @@
-//! Finds a text in a file byte by byte, whichever line ends the file has.
+//! Finds a text in a file byte by byte, with either kind of line ends.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -19,10 +19,10 @@ pub(super) struct Places {
     pub(super) line_ends: NewLineEnds,
 }
 
-/// What becomes of the line ends of the new text.
+/// The conversion of the new text's line ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum NewLineEnds {
-    /// They become those of the place: the caller did not say which.
+    /// They become those of the place: the caller wrote no `\r`.
     #[default]
     Local,
     /// They stay: the caller wrote `\r` and the file has it.
@@ -31,10 +31,10 @@ pub(super) enum NewLineEnds {
     Lf,
 }
 
-/// How many places to look for.
+/// The number of places to find.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
-    /// Stop after as many.
+    /// Stop after this number.
     pub(super) most: usize,
     /// Count places that overlap as several: for a text that must be unique.
     pub(super) overlapping: bool,
@@ -57,7 +57,7 @@ pub(super) fn find(
     }
     let mut ranges = find_form(content, old, wanted, cancel)?;
     if old.contains(&b'\n') && has_crlf(content) {
-        // A place that begins in the middle of a `\r\n` takes the `\r` along: it must not be left behind.
+        // A place that begins in the middle of a `\r\n` includes the `\r`: it must not stay alone.
         if old.starts_with(b"\n") {
             for range in &mut ranges {
                 range.start -= usize::from(range.start > 0 && content[range.start - 1] == b'\r');

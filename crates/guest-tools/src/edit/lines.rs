@@ -5,16 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use memchr::memchr_iter;
 
-/// Why a matcher stopped before it was done.
+/// The reason for which a matcher stopped early.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
     /// The caller cancelled the call.
     Cancelled,
-    /// The matcher would take too long: it counts as not having found anything.
+    /// The matcher would take too long: it counts as a matcher without a match.
     Exhausted,
 }
 
-/// How much work a matcher may do, in about the number of bytes it looks at.
+/// A budget of work for a matcher, in about the number of bytes it reads.
 pub(super) struct Budget<'a> {
     left: u64,
     cancel: &'a AtomicBool,

@@ -1,8 +1,8 @@
 //! The tolerant matchers, for an `old_string` that is nearly but not exactly in the file.
 //!
-//! They are tried in order, each more tolerant in its own way. A matcher decides only if it finds exactly one
-//! place (or, with `replace_all`, any number; but the two that go by similarity must be unique even then).
-//! A matcher never changes the new text's words, only the white space around it where old and new text agree.
+//! They are tried in order. A matcher decides if it finds exactly one place; with `replace_all`, if it finds any (the two
+//! matchers by similarity must be unique even then). A matcher never changes the words of the new text. It changes the white
+//! space around them where old and new text agree.
 //!
 //! | matcher | the file may differ in |
 //! |---|---|
@@ -26,11 +26,11 @@ use super::similarity::block_similarity;
 use super::white_space::{OriginalOffsets, extend_left, extend_right, normalize, unescape};
 use crate::error::cancelled;
 
-/// Work that each matcher may do, in about bytes looked at: well below a second.
+/// The budget of each matcher, in about the number of bytes it reads: well below a second.
 const WORK: u64 = 50_000_000;
-/// How alike the lines inside a block must be.
+/// The least similarity of the lines inside a block.
 const LEAST_SIMILARITY: f64 = 0.5;
-/// With more blocks between the same two lines, these say nothing.
+/// With more candidate blocks, the first and the last line are too common to be anchors.
 const MAX_ANCHORED_BLOCKS: usize = 100;
 
 /// A place and the part of the new text that goes there.
@@ -40,7 +40,7 @@ pub(super) struct Match {
     pub(super) new: Range<usize>,
 }
 
-/// What a matcher found.
+/// The result of a matcher.
 #[derive(Debug)]
 pub(super) struct Found<'a> {
     pub(super) matched_by: &'static str,
@@ -49,7 +49,7 @@ pub(super) struct Found<'a> {
     pub(super) matches: Vec<Match>,
 }
 
-/// What the matchers look at: the file without byte order mark, old and new text with `\n` only.
+/// The input of the matchers: the file without byte order mark, old and new text with `\n` only.
 pub(super) struct Search<'a> {
     pub(super) body: &'a [u8],
     pub(super) old: &'a [u8],

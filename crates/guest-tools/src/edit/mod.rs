@@ -1,15 +1,14 @@
 //! Replaces a piece of text in a file and nothing else.
 //!
 //! ```text
-//! read the file ─► find old_string ─► write it anew ─► still the version that was read? ─► rename
+//! read the file ─► find old_string ─► write a new file ─► is the old one unchanged? ─► rename
 //!       ▲                                                        │ no
 //!       └────────────────────────────────────────────────────────┘
 //! ```
 //!
-//! Everything works on bytes: a byte outside a match is never changed, whether the file is UTF-8 or not. Line ends
-//! of the new text become those of the place it goes to, unless the caller wrote `\r` on purpose. A file with NUL
-//! bytes, or over 4 MiB, is only searched for the exact text. An edit never overwrites what somebody else wrote
-//! while it ran: it begins again with the new content.
+//! Edits work on bytes: a byte outside a match is never changed, also when the file is not UTF-8. Line ends of the new text
+//! become those of the replaced place, unless the caller wrote `\r`. A file with NUL bytes or over 4 MiB is searched for the
+//! exact text only. An edit never overwrites a concurrent change: it starts again with the new content.
 
 mod diff;
 mod exact;
@@ -41,7 +40,7 @@ use crate::write::{FileWriter, Version};
 use diff::Replacement;
 use plan::Plan;
 
-/// How often an edit begins again because the file changed under it.
+/// The number of attempts when the file changes during the edit.
 const MAX_ATTEMPTS: u32 = 100;
 
 /// Edits a file.
@@ -78,7 +77,7 @@ pub fn edit(
     ))
 }
 
-/// Makes a new file out of `new_string`. No answer: someone else just made it.
+/// Creates a file with `new_string`. `None`: another process has just created it.
 fn create(
     context: &Context,
     request: &EditRequest,
@@ -116,7 +115,7 @@ fn create(
     }))
 }
 
-/// Replaces text in a file that exists. No answer: the file was changed by someone else meanwhile.
+/// Replaces text in an existing file. `None`: another process has changed the file meanwhile.
 fn replace(
     context: &Context,
     request: &EditRequest,

@@ -17,7 +17,7 @@ use crate::Context;
 use crate::error::{check_cancel, os_error};
 use crate::location::Location;
 
-/// More entries than this never fit into an answer: an entry takes two bytes at least.
+/// The most entries of an answer: an entry takes at least two bytes.
 const MAX_PAGE_ENTRIES: u64 = (MAX_READ_BYTES / 2) as u64;
 
 /// What the directory itself says about an entry.

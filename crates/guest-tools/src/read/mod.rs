@@ -71,7 +71,7 @@ fn open(context: &Context, path: &str) -> Result<(Location, File, Stat), ErrorDe
     Ok((location, file, stat))
 }
 
-/// The failure of opening something. A device may refuse to be opened with any error; what it is says more.
+/// The error of a failed open. A device may fail with any error, so its file type is reported instead.
 pub(crate) fn open_failure(doing: &str, location: &Location, errno: Errno) -> ErrorDetail {
     if errno == Errno::NOENT {
         return not_found(location);
@@ -137,7 +137,7 @@ fn read_file(
         }
         let room = usize::try_from(most.saturating_sub(total)).unwrap_or(usize::MAX).min(buffer.len());
         if room == 0 {
-            // What comes now was added since the file was opened, or its size was not known.
+            // These bytes were added since the file was opened, or its size was unknown.
             is_at_end = total == size;
             counts = counts && is_at_end;
             break;
@@ -187,7 +187,7 @@ fn fill(file: &mut File, buffer: &mut [u8], least: usize, is_at_end: &mut bool) 
     Ok(filled)
 }
 
-/// Reads once, again after a signal. A file that would have to be waited for ends here.
+/// Reads once, again after a signal. A file that would block ends here.
 fn read_some(file: &mut File, buffer: &mut [u8]) -> std::io::Result<usize> {
     loop {
         match file.read(buffer) {

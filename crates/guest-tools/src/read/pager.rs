@@ -77,7 +77,7 @@ impl Pager {
         self.next.is_some_and(|next| self.line > next || self.line_bytes > 0)
     }
 
-    /// Behind the page only the number of lines matters.
+    /// After the page only lines are counted.
     fn count(&mut self, bytes: &[u8]) {
         self.line += memchr_iter(b'\n', bytes).count() as u64;
         self.line_bytes = if bytes.ends_with(b"\n") { 0 } else { 1 };

@@ -1,4 +1,4 @@
-//! Opens a file whose exact bytes the caller hands on.
+//! Opens a file whose exact bytes are sent to the host.
 //!
 //! The size that the file system reports is only a hint: files of `/proc` report 0, files of `/sys` a page, and a file
 //! may grow or shrink while it is read. So the head is read first. A file that ends within its head has the size of
@@ -18,7 +18,7 @@ use crate::Context;
 use crate::error::{io_error, wrong_type};
 use crate::text::{HEAD_BYTES, media_type};
 
-/// A file that was opened to be handed out as it is.
+/// An open file whose bytes are sent without changes.
 #[derive(Debug)]
 pub struct RawFile {
     /// The open file, at its beginning.
@@ -26,7 +26,7 @@ pub struct RawFile {
     /// The most bytes that reading gives. Fewer come if the file shrinks, or if its size was not known when it was
     /// opened; then this is one more than the largest file has.
     pub size: u64,
-    /// What kind of file it is.
+    /// The media type.
     pub media_type: String,
 }
 
@@ -43,7 +43,7 @@ pub struct RawReader {
     must_end: bool,
 }
 
-/// Opens a file whose exact bytes the caller hands on. Refuses files over 64 MiB.
+/// Opens a file whose exact bytes are sent to the host. Refuses files over 64 MiB.
 pub fn open_raw(context: &Context, path: &str) -> Result<RawFile, ErrorDetail> {
     let (location, mut file, stat) = open(context, path)?;
     let reported = size_of(&stat);

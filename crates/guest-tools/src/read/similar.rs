@@ -1,4 +1,4 @@
-//! Names that the caller may have meant when a file is missing.
+//! Suggests similar names when a file is missing.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -10,10 +10,10 @@ use crate::location::Location;
 use crate::text::edit_distance;
 
 const MAX_SUGGESTIONS: usize = 3;
-/// Names of a directory that are looked at; more would cost time that nobody asked for.
+/// The names of a directory that are compared; more would take too long.
 const MAX_NAMES: usize = 10_000;
 
-/// The failure of a file that is not there, with up to three similar names of the same directory.
+/// The error for a missing file, with up to three similar names of the same directory.
 pub(crate) fn not_found(location: &Location) -> ErrorDetail {
     let path = &location.path;
     let (Some(name), Some(parent)) = (path.file_name(), path.parent()) else {
@@ -34,7 +34,7 @@ pub(crate) fn not_found(location: &Location) -> ErrorDetail {
         .flatten()
         .take(MAX_NAMES)
         .filter(|entry| {
-            // The name is there and yet there is no file: a link that leads nowhere.
+            // The name exists and the file does not: a dangling link.
             let is_same = entry.file_name().to_bytes() == name.as_bytes();
             is_dangling |= is_same;
             !is_same
@@ -60,7 +60,7 @@ pub(crate) fn not_found(location: &Location) -> ErrorDetail {
         .with_details(serde_json::json!({ "similar": similar }))
 }
 
-/// How far two names are apart, in steps of typing; none when they have little in common.
+/// The edit distance of two names; none when they have little in common.
 fn distance(wanted: &[u8], candidate: &[u8]) -> Option<u32> {
     if candidate == b"." || candidate == b".." {
         return None;
