@@ -56,6 +56,7 @@
 //! ([`HostHello::agree`], [`GuestCall::adapt`]): an older agent gets no call and no field that its version lacks.
 
 mod credit;
+mod error;
 mod frame;
 mod git_failure;
 mod limits;
@@ -63,7 +64,8 @@ mod message;
 mod version;
 
 pub use credit::{Credit, CreditError, INITIAL_CREDIT, MAX_CREDIT, data_cost};
-pub use frame::{Decoder, Frame, HEADER_BYTES, Kind, MAX_DATA_BYTES, ProtocolError, Receiver, encode_header};
+pub use error::ProtocolError;
+pub use frame::{Decoder, Frame, HEADER_BYTES, Kind, MAX_DATA_BYTES, Receiver, encode_header};
 pub use git_failure::GitFailureReason;
 pub use limits::{CHANNEL_PORT, MAX_ACCEPTS, MAX_CALLS, MAX_LISTENERS, READY_PORT};
 pub use message::{

@@ -11,19 +11,22 @@
 //! when the sandbox can't start another thread. Programs in the sandbox may be hostile: the thread takes connections only
 //! while fewer than [`MAX_PENDING`] wait for an ACCEPT call, the kernel keeps [`BACKLOG`] more and refuses the others.
 
+mod connection;
+
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::io;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use emergent_guest_protocol::{Frame, Kind, ListenCall, Listening};
+use connection::Connection;
+use emergent_guest_protocol::{ListenCall, Listening};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use crate::call::{Call, NextInput, cancelled};
+use crate::call::{Call, cancelled};
 use crate::wake::Wake;
 
 /// Connections that wait in the agent for an ACCEPT call.
@@ -32,14 +35,10 @@ const MAX_PENDING: usize = 128;
 const BACKLOG: i32 = 1024;
 /// The time that a connection waits in the agent for an ACCEPT call.
 const PENDING_TIME: Duration = Duration::from_secs(10);
-/// The time to deliver input after the host has closed a connection.
-const LINGER_TIME: Duration = Duration::from_secs(10);
 /// The pause after the kernel refused to hand over a connection (no descriptors, no memory).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// The size of the buffer that all connections of a listener share.
 const BUFFER_BYTES: usize = 32 * 1024;
-/// Reads and writes of one connection before the next connection gets its turn.
-const STEPS_PER_TURN: usize = 8;
 
 /// The parked ACCEPT calls of a listener. The channel's reader adds them, the listener's thread takes them.
 pub(crate) struct Parking {
@@ -258,134 +257,10 @@ impl Listener {
     }
 }
 
-/// A program's connection and the call that carries it.
-struct Connection {
-    call: Arc<Call>,
-    socket: TcpStream,
-    /// Input that the socket has not taken yet.
-    unsent: Vec<u8>,
-    sent: usize,
-    has_read_all: bool,
-    has_sent_all: bool,
-    /// The host has closed the connection; its input is delivered until this time.
-    linger_until: Option<Instant>,
-}
-
-impl Connection {
-    fn new(call: Arc<Call>, socket: TcpStream) -> Self {
-        Self {
-            call,
-            socket,
-            unsent: Vec::new(),
-            sent: 0,
-            has_read_all: false,
-            has_sent_all: false,
-            linger_until: None,
-        }
-    }
-
-    /// The events of the socket that allow the next step.
-    fn wanted(&self) -> PollFlags {
-        let mut events = PollFlags::empty();
-        if !self.has_read_all && (self.linger_until.is_some() || self.call.has_output_credit()) {
-            events |= PollFlags::IN;
-        }
-        if self.sent < self.unsent.len() || self.call.has_input() {
-            events |= PollFlags::OUT;
-        }
-        events
-    }
-
-    /// Carries bytes both ways as far as possible now. True when the connection has ended and its call is answered.
-    fn advance(&mut self, buffer: &mut [u8], now: Instant) -> bool {
-        if self.linger_until.is_none() && self.call.is_cancelled() {
-            if !self.call.has_input_ended() {
-                // The program must not take the bytes so far for all of them.
-                self.reset();
-                self.call.finish(Err(cancelled()));
-                return true;
-            }
-            self.linger_until = Some(now + LINGER_TIME);
-        }
-        let moved = self.receive(buffer).and_then(|()| self.send());
-        let result = match moved {
-            Ok(()) if self.has_read_all && self.has_sent_all => Ok(b"{}".to_vec()),
-            Ok(()) if self.linger_until.is_some_and(|until| now >= until) => {
-                self.reset();
-                Err(cancelled())
-            }
-            Ok(()) => return false,
-            Err(error) => {
-                let message = format!("the connection in the sandbox was lost: {error}");
-                Err(ErrorDetail::new(ErrorCode::Unavailable, message))
-            }
-        };
-        self.call.finish(result);
-        true
-    }
-
-    /// Hands the program's bytes to the host, as credit allows. While the connection lingers they are dropped.
-    fn receive(&mut self, buffer: &mut [u8]) -> io::Result<()> {
-        let is_lingering = self.linger_until.is_some();
-        for _ in 0..STEPS_PER_TURN {
-            let room = if is_lingering { buffer.len() } else { self.call.output_room(buffer.len()) };
-            if self.has_read_all || room == 0 {
-                break;
-            }
-            match self.socket.read(&mut buffer[..room]) {
-                Ok(0) => {
-                    self.has_read_all = true;
-                    if !is_lingering {
-                        let _ = self.call.send(&Frame::new(Kind::OutputEnd, self.call.id, []));
-                    }
-                }
-                // A failure means that the host is gone or has cancelled: the next turn sees that.
-                Ok(length) if !is_lingering => {
-                    let _ = self.call.send_some(Kind::Stdout, &buffer[..length]);
-                }
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Hands the host's bytes to the program.
-    fn send(&mut self) -> io::Result<()> {
-        for _ in 0..STEPS_PER_TURN {
-            if self.sent == self.unsent.len() {
-                match self.call.take_input() {
-                    NextInput::Bytes(bytes) => (self.unsent, self.sent) = (bytes, 0),
-                    NextInput::NotYet => break,
-                    NextInput::Ended => {
-                        if !self.has_sent_all {
-                            self.has_sent_all = true;
-                            self.socket.shutdown(Shutdown::Write)?;
-                        }
-                        break;
-                    }
-                }
-            }
-            match self.socket.write(&self.unsent[self.sent..]) {
-                Ok(length) => self.sent += length,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes the end of the socket a reset, which the program sees as an error.
-    fn reset(&self) {
-        let _ = sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO));
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
