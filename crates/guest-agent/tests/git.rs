@@ -3,10 +3,11 @@
 
 mod sandbox;
 
-use std::io::{BufRead, BufReader, Write};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 
 use emergent_guest_client::CallError;
 use emergent_guest_protocol::{GitFailureReason, GuestCall};
@@ -127,34 +128,90 @@ fn a_clone_that_fills_the_disk_and_one_that_fits_differ() {
     const DISK_BYTES: u64 = 8 << 20;
     inside("a_clone_that_fills_the_disk_and_one_that_fits_differ", DISK_BYTES, async || {
         let agent = Agent::start().await;
-        let repositories = tempfile::tempdir().unwrap();
-        for (name, bytes) in [("small", 1 << 10), ("large", 16 << 20)] {
-            let repository = repositories.path().join(name);
-            std::fs::create_dir(&repository).unwrap();
-            git(&repository, &["init", "--quiet"]);
-            let mut random = std::io::Read::take(std::fs::File::open("/dev/urandom").unwrap(), bytes);
-            std::io::copy(&mut random, &mut std::fs::File::create(repository.join("file")).unwrap()).unwrap();
-            git(&repository, &["add", "--all"]);
-            git(&repository, &["commit", "--quiet", "--message=First"]);
-        }
-        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
-        let mut daemon = Command::new("git")
-            .args(["daemon", "--export-all", "--reuseaddr", "--listen=127.0.0.1"])
-            .arg(format!("--port={free}"))
-            .arg(format!("--base-path={}", repositories.path().display()))
-            .stdin(Stdio::null())
-            .spawn()
-            .unwrap();
-        while TcpStream::connect((Ipv4Addr::LOCALHOST, free)).is_err() {
-            assert!(daemon.try_wait().unwrap().is_none());
-            std::thread::yield_now();
-        }
-        let url = |name| format!("git://127.0.0.1:{free}/{name}");
+        let mut daemon = Daemon::start(&[("small", 1 << 10), ("large", 16 << 20)]);
+        let port = daemon.port;
+        let url = |name| format!("git://127.0.0.1:{port}/{name}");
         let full = told(clone(&agent, &url("large")).await);
         assert_eq!(full, (ErrorCode::DiskFull, Some(GitFailureReason::DiskFull)));
         assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
         assert!(clone(&agent, &url("small")).await.unwrap().success);
-        daemon.kill().unwrap();
-        daemon.wait().unwrap();
+        daemon.stop();
+    });
+}
+
+/// git's own server with repositories of one random file each.
+struct Daemon {
+    process: Child,
+    port: u16,
+    _repositories: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start(sizes: &[(&str, u64)]) -> Self {
+        let repositories = tempfile::tempdir().unwrap();
+        for (name, bytes) in sizes {
+            let repository = repositories.path().join(name);
+            std::fs::create_dir(&repository).unwrap();
+            git(&repository, &["init", "--quiet"]);
+            let mut random = File::open("/dev/urandom").unwrap().take(*bytes);
+            std::io::copy(&mut random, &mut File::create(repository.join("file")).unwrap()).unwrap();
+            git(&repository, &["add", "--all"]);
+            git(&repository, &["commit", "--quiet", "--message=First"]);
+        }
+        let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port();
+        let mut process = Command::new("git")
+            .args(["daemon", "--export-all", "--reuseaddr", "--listen=127.0.0.1"])
+            .arg(format!("--port={port}"))
+            .arg(format!("--base-path={}", repositories.path().display()))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        while TcpStream::connect((Ipv4Addr::LOCALHOST, port)).is_err() {
+            assert!(process.try_wait().unwrap().is_none());
+            std::thread::yield_now();
+        }
+        Self { process, port, _repositories: repositories }
+    }
+
+    fn stop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+/// A proxy that ends its first connection after some bytes.
+fn interrupting_proxy(to: u16) -> u16 {
+    const FIRST_BYTES: u64 = 64 << 10;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for (number, client) in listener.incoming().enumerate() {
+            let limit = if number == 0 { FIRST_BYTES } else { u64::MAX };
+            let (mut client, server) = (client.unwrap(), TcpStream::connect(("127.0.0.1", to)).unwrap());
+            let (mut requests, mut forward) = (client.try_clone().unwrap(), server.try_clone().unwrap());
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut requests, &mut forward);
+                let _ = forward.shutdown(Shutdown::Both);
+            });
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut server.take(limit), &mut client);
+                let _ = client.shutdown(Shutdown::Both);
+            });
+        }
+    });
+    port
+}
+
+#[test]
+fn a_clone_whose_connection_broke_was_interrupted() {
+    inside("a_clone_whose_connection_broke_was_interrupted", WORKSPACE_BYTES, async || {
+        let agent = Agent::start().await;
+        let mut daemon = Daemon::start(&[("project", 1 << 20)]);
+        let url = format!("git://127.0.0.1:{}/project", interrupting_proxy(daemon.port));
+        let expected = (ErrorCode::GitFailed, Some(GitFailureReason::TransferInterrupted));
+        assert_eq!(told(clone(&agent, &url).await), expected);
+        assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
+        assert!(clone(&agent, &url).await.unwrap().success);
+        daemon.stop();
     });
 }

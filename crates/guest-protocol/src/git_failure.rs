@@ -14,6 +14,8 @@ pub enum GitFailureReason {
     AuthenticationRequired,
     /// The remote's name does not resolve, or its port does not accept connections.
     NetworkUnreachable,
+    /// The transfer of a clone failed, and succeeded when it was repeated: the clone can be repeated.
+    TransferInterrupted,
     /// The directory is not in a repository.
     NotARepository,
     /// The workspace's disk was full while git ran.

@@ -64,6 +64,7 @@ pub(super) fn error(
         GitFailureReason::NetworkUnreachable => {
             failed("; the remote can't be reached from the workspace: check its address and the network")
         }
+        GitFailureReason::TransferInterrupted => failed("; the transfer was interrupted: try again"),
         GitFailureReason::DiskFull => ErrorDetail::new(
             ErrorCode::DiskFull,
             format!("git {action}: the workspace's disk is full: {message}"),

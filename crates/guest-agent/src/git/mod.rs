@@ -93,11 +93,14 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
     Ok(GitAnswer { status: Some(status(git)?), ..GitAnswer::default() })
 }
 
-/// Looks for a full disk behind a clone that failed for an unknown reason. git removes the files of a failed clone, so the
-/// disk has room again. A failed fetch leaves its files, so the transfer is repeated as a fetch. [`Target`] removes them.
+/// Finds the reason of a failed clone by repeating its transfer as a fetch. git removes the files of a failed transfer of a
+/// clone, so a disk that was full has room again; a failed fetch leaves its files, and [`Target`] removes them. A fetch that
+/// succeeds shows that the transfer was interrupted.
 fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error: ErrorDetail) -> ErrorDetail {
     let is_unknown = error.code == ErrorCode::GitFailed && GitFailureReason::of(&error).is_none();
-    if !is_unknown || std::fs::create_dir_all(target.place()).is_err() {
+    // After a complete transfer git keeps the repository: the checkout failed.
+    let has_repository = target.place().join(".git").exists();
+    if !is_unknown || has_repository || std::fs::create_dir_all(target.place()).is_err() {
         return error;
     }
     let repeated = git.at(target.place());
@@ -119,7 +122,11 @@ fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error:
             let message = format!("the workspace's disk is full: {}", error.message);
             ErrorDetail { message, ..found }
         }
-        _ => error,
+        Ok(_) => {
+            let message = format!("{}; the transfer was interrupted: try again", error.message);
+            GitFailureReason::TransferInterrupted.add_to(ErrorDetail::new(ErrorCode::GitFailed, message))
+        }
+        Err(_) => error,
     }
 }
 
