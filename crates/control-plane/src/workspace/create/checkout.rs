@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use emergent_guest_client::{CallError, GuestClient};
-use emergent_guest_protocol::GuestCall;
+use emergent_guest_protocol::{GitFailureReason, GuestCall};
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
 use emergent_wire::workspace::Workspace;
 
@@ -33,30 +33,21 @@ pub(super) async fn checkout(channel: &GuestClient, workspace: &Workspace) -> Re
             Ok(_) => return Ok(Vec::new()),
             Err(error) => error,
         };
-        match cause_of(&error) {
-            Cause::Authentication => return Ok(vec![AUTHENTICATION_FAILED.to_owned()]),
-            Cause::Network => match pauses.next() {
-                Some(pause) => tokio::time::sleep(*pause).await,
-                None => return Err(WorkspaceError::Checkout(CheckoutError(error))),
-            },
-            Cause::Other => return Err(WorkspaceError::Checkout(CheckoutError(error))),
+        let reason = match &error {
+            CallError::Failed(detail) => GitFailureReason::of(detail),
+            _ => None,
+        };
+        match reason {
+            Some(GitFailureReason::AuthenticationRequired) => {
+                return Ok(vec![AUTHENTICATION_FAILED.to_owned()]);
+            }
+            Some(GitFailureReason::NetworkUnreachable | GitFailureReason::TransferInterrupted) => {
+                match pauses.next() {
+                    Some(pause) => tokio::time::sleep(*pause).await,
+                    None => return Err(WorkspaceError::Checkout(CheckoutError(error))),
+                }
+            }
+            _ => return Err(WorkspaceError::Checkout(CheckoutError(error))),
         }
     }
-}
-
-/// The cause of a failed clone.
-enum Cause {
-    Authentication,
-    Network,
-    Other,
-}
-
-fn cause_of(error: &CallError) -> Cause {
-    let message = error.to_string();
-    let says = |text: &str| message.contains(text);
-    if says("could not read Username") || says("Authentication failed") || says("terminal prompts disabled") {
-        return Cause::Authentication;
-    }
-    let network = ["Could not resolve host", "Failed to connect", "Connection", "timed out", "early EOF"];
-    if network.iter().any(|text| says(text)) { Cause::Network } else { Cause::Other }
 }
