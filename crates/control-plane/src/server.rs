@@ -212,7 +212,7 @@ async fn retire(workspaces: &Workspaces, store: &Store) {
         }
     }
     for provider in &workspaces.context.providers {
-        if let Err(error) = provider.retire().await {
+        if let Err(error) = provider.remove_shared_resources().await {
             tracing::warn!(provider = %provider.name(), %error, "networks and rules could not be removed");
         }
     }

@@ -1,34 +1,34 @@
-//! Why a provider could not do something.
+//! The errors of providers.
 
 use emergent_wire::{ErrorCode, ErrorDetail};
 
-/// Why a provider could not do something.
+/// The reason why a provider could not do something.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ProviderError {
-    /// The provider can't be used at all: a part of it is missing or down.
+    /// The provider can't be used: its engine, its manager or a runtime is missing or down.
     #[error("{0}")]
     Unavailable(String),
-    /// The request can't be satisfied by this provider: an image that is not there, limits it can't give.
+    /// This provider can't satisfy the request: the image is missing, the limits are out of range.
     #[error("{0}")]
     Unacceptable(String),
-    /// The host's disk has no room for it.
+    /// The host's disk has not enough free space.
     #[error("{0}")]
     NoRoom(String),
     /// The sandbox is not running.
     #[error("the sandbox is not running: {0}")]
     NotRunning(String),
-    /// There is no such sandbox any more.
+    /// The sandbox does not exist.
     #[error("the sandbox is gone: {0}")]
     Gone(String),
-    /// It runs, but its agent does not answer.
+    /// The sandbox runs, but its agent does not answer.
     #[error("the sandbox runs but its agent does not answer: {0}")]
     Unresponsive(String),
-    /// A step took too long.
+    /// A step took longer than its time limit.
     #[error("{what} did not end within {seconds} s")]
     TimedOut {
         /// The step.
         what: &'static str,
-        /// Its bound.
+        /// Its time limit.
         seconds: u64,
     },
     /// A step failed.
@@ -36,7 +36,7 @@ pub enum ProviderError {
     Failed {
         /// The step.
         what: &'static str,
-        /// What was said.
+        /// The cause.
         reason: String,
     },
 }

@@ -10,8 +10,10 @@
 mod container;
 mod error;
 mod firecracker;
+mod image;
+mod provider;
 mod sandbox;
-mod starts;
+mod start_history;
 
 pub use container::{
     ContainerHost, ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError,
@@ -19,7 +21,9 @@ pub use container::{
 };
 pub use error::ProviderError;
 pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
+pub use image::ImageProgram;
+pub use provider::{Health, SharedProvider, WorkspaceProvider};
 pub use sandbox::{
-    DiskFault, DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SharedProvider,
-    SnapshotInfo, Volume, WorkspaceProvider,
+    DiskFault, DiskUse, Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo,
+    Volume,
 };

@@ -1,325 +1,146 @@
-//! The seam between control plane and providers.
+//! Sandboxes as the control plane sees them: specification, identity, state, disk usage.
 
-use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
-
-use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
-use emergent_guest_protocol::{BashCall, Configuration, GuestCall, WriteCall};
-use emergent_host::cpu_group::CpuGroup;
-use emergent_wire::tools::{BashAnswer, BashRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest, WriteAnswer};
-use emergent_wire::workspace::{
-    AvailableResources, Capabilities, ContainerType, DiskQuota, NetworkMode, ProviderName, ResourceLimits,
-};
-use emergent_wire::{ByteSize, ErrorDetail, OperationId, SnapshotId, WorkspaceId};
+use emergent_guest_protocol::Configuration;
+use emergent_wire::workspace::{ContainerType, DiskQuota, NetworkMode, ResourceLimits};
+use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
 
-use crate::error::ProviderError;
-
-/// What a sandbox shall be.
+/// The specification of a sandbox.
 #[derive(Clone, Debug)]
 pub struct SandboxSpec {
-    /// The workspace it belongs to; everything the provider makes is named after it.
+    /// The workspace that the sandbox belongs to. The provider labels everything it makes with this id.
     pub id: WorkspaceId,
-    /// What runs in it.
+    /// The kind of program that runs in it.
     pub container_type: ContainerType,
-    /// The image.
+    /// The name of its image.
     pub image: String,
-    /// What it may use at most.
+    /// Its limits of CPU, memory and disk.
     pub limits: ResourceLimits,
-    /// How many tasks (processes and threads) its commands may have at most.
+    /// The largest number of tasks (processes and threads) that its commands may have.
     pub max_tasks: u32,
-    /// What it can reach.
+    /// Its access to the network.
     pub network: NetworkMode,
-    /// A copy of another workspace's files to begin with; an empty disk unless given.
+    /// The snapshot that its disk begins with. Without one the disk is empty.
     pub snapshot: Option<SnapshotId>,
-    /// Further directories that are kept like the workspace's own.
+    /// Directories that are kept beside the workspace's own.
     pub volumes: Vec<Volume>,
-    /// What the guest agent is told: variables and where file tools must stay. The provider adds its own. None: it
-    /// was told before, and nothing changes.
+    /// The configuration of its guest agent. The provider adds memory, name servers and the disk limit. None: the agent is
+    /// already configured and stays as it is.
     pub configuration: Option<Configuration>,
 }
 
-/// A directory that outlives the container.
+/// A directory that outlives the sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Volume {
-    /// Its name among those of the workspace: lower-case letters, digits, `-` and `_`.
+    /// Its name, unique in the workspace: lower-case letters, digits, `-` and `_`.
     pub name: String,
-    /// Where it is in the sandbox.
+    /// Its path in the sandbox.
     pub path: String,
 }
 
-/// What an image runs by itself.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ImageProgram {
-    /// The program, and what always comes first.
-    pub entrypoint: Vec<String>,
-    /// The arguments, unless others are given.
-    pub arguments: Vec<String>,
-    /// Where it runs.
-    pub directory: Option<String>,
-    /// Who it runs as.
-    pub user: Option<String>,
+/// A provider's own id of a sandbox: the name of a container, the id that a cloud service gave.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SandboxId(String);
+
+impl SandboxId {
+    /// The id as the provider writes it.
+    pub fn new(id: impl Into<String>) -> Self {
+        Self(id.into())
+    }
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
 }
 
-/// A sandbox that runs.
+impl std::fmt::Display for SandboxId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+/// A running sandbox.
 pub struct Sandbox {
-    /// The channel to its agent, configured.
+    /// The provider's own id of it. It stays the same until the sandbox is destroyed.
+    pub id: SandboxId,
+    /// An open channel to its agent, which is configured.
     pub channel: GuestClient,
-    /// How its disk limit is kept.
+    /// How its disk limit is enforced.
     pub disk_quota: DiskQuota,
-    /// What its user should know: reduced isolation, limits that were lowered.
+    /// Facts that its user should know: reduced isolation, lowered limits.
     pub warnings: Vec<String>,
-    /// Its disk had errors, which were mended before it started.
-    pub disk_was_mended: bool,
+    /// Its disk had file system errors, which were repaired before the start.
+    pub disk_was_repaired: bool,
 }
 
-/// A copy of a sandbox's files.
+/// A snapshot: a copy of a sandbox's files, and of its memory where that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SnapshotInfo {
-    /// What it takes on the host's disk.
+    /// Bytes that it takes on the host's disk.
     pub bytes: u64,
-    /// The size of the disk that was copied, if that is known.
+    /// The size of the copied disk, if known.
     pub disk: Option<ByteSize>,
-    /// The limits that go with a copy of memory; none if it holds no memory.
+    /// The limits that a sandbox of it must have. None: it holds no memory.
     pub memory_limits: Option<ResourceLimits>,
 }
 
-/// What a sandbox that runs does to the host's disk.
+/// The load of a running sandbox on the host's disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskUse {
-    /// The workspace it belongs to.
+    /// The workspace that the sandbox belongs to.
     pub id: WorkspaceId,
-    /// What it has written that takes room from others. It grows as long as that goes on.
+    /// Bytes that it has written and that take room from others. The number only grows.
     pub written_bytes: u64,
-    /// Why the sandbox can't go on as it is.
+    /// A fault that needs a restart of the sandbox.
     pub fault: Option<DiskFault>,
 }
 
-/// Why a sandbox can't go on as it is.
+/// A fault of a sandbox's disk that needs a restart of the sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiskFault {
-    /// It has written more outside its volumes than it may. [`WorkspaceProvider::renew`] removes that.
-    TooMuchOutside {
-        /// What it may write, in bytes.
+    /// The files outside its volumes are over their limit. [`recreate`](crate::WorkspaceProvider::recreate) removes them.
+    RootLayerTooLarge {
+        /// The limit in bytes.
         limit: u64,
     },
-    /// The kernel met errors on its disk. [`WorkspaceProvider::resume`] mends what is not in use.
-    Errors,
+    /// The kernel reported errors of the file system. [`resume`](crate::WorkspaceProvider::resume) repairs a disk that is not
+    /// mounted.
+    FileSystemErrors,
 }
 
-/// How a sandbox was found.
+/// The reason why a sandbox ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SandboxExit {
+    /// The reason as a clause: "its container ended with code 1".
+    pub reason: String,
+    /// The host's kernel killed the whole sandbox because it ran out of memory.
+    pub out_of_memory: bool,
+}
+
+impl SandboxExit {
+    /// An end that has nothing to do with memory.
+    pub fn new(reason: impl Into<String>) -> Self {
+        Self { reason: reason.into(), out_of_memory: false }
+    }
+}
+
+/// The state of a sandbox in a provider's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObservedState {
     /// It runs.
     Running,
-    /// It is stopped; its files are there.
+    /// It is stopped. Its files are kept.
     Stopped,
-    /// Only remains of it are there.
+    /// Only a part of it is there: a disk without a container, a slot without a machine.
     Remains,
 }
 
-/// A sandbox, or what is left of one, that carries this installation's id.
+/// A sandbox, or a part of one, with this installation's label.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Observed {
-    /// The workspace it belongs to.
+    /// The workspace that it belongs to.
     pub id: WorkspaceId,
-    /// How it was found.
+    /// Its state.
     pub state: ObservedState,
 }
-
-/// How a provider is doing.
-#[derive(Clone, Debug)]
-pub struct Health {
-    /// What is wrong, when something is.
-    pub problem: Option<String>,
-    /// What is worth knowing though it works.
-    pub note: Option<String>,
-    /// What is free on its host.
-    pub available: Option<AvailableResources>,
-    /// How many spares its host shall have waiting.
-    pub spares: u32,
-}
-
-impl Health {
-    /// It can't be used.
-    pub fn unhealthy(problem: impl Into<String>) -> Self {
-        Self { problem: Some(problem.into()), note: None, available: None, spares: 0 }
-    }
-}
-
-/// A sandbox provider.
-///
-/// Contract, checked by one suite for every provider:
-/// - all calls are bounded in time and may be repeated: making what is there or removing what is not is success;
-/// - a call that fails leaves what it made to [`destroy`](Self::destroy), which removes everything there is;
-/// - nothing is kept in memory that is needed to find, stop or remove a sandbox after a restart.
-#[async_trait]
-pub trait WorkspaceProvider: Send + Sync {
-    /// Its name.
-    fn name(&self) -> ProviderName;
-
-    /// What it can do.
-    fn capabilities(&self) -> Capabilities;
-
-    /// Its own name for the sandbox of a workspace, known before there is one.
-    fn sandbox_name(&self, id: WorkspaceId) -> String;
-
-    /// Whether it works now.
-    async fn health(&self) -> Health;
-
-    /// Shows that sandboxes start, by starting one where no start has shown it of late. What is wrong, when they do not.
-    async fn prove(&self) -> Option<String> {
-        None
-    }
-
-    /// Removes what earlier versions shared between sandboxes and no sandbox uses any more.
-    async fn tidy(&self) -> Result<(), ProviderError> {
-        Ok(())
-    }
-
-    /// Makes a sandbox and starts it.
-    async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
-
-    /// Removes a sandbox and everything that belongs to it.
-    async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError>;
-
-    /// Stops a sandbox; all its files are kept.
-    async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError>;
-
-    /// Ends a sandbox at once, whatever runs in it and whether or not it answers; all its files are kept.
-    async fn kill(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        self.stop(id).await
-    }
-
-    /// Directories of this host whose disks hold what sandboxes write.
-    fn storage(&self) -> Vec<PathBuf> {
-        Vec::new()
-    }
-
-    /// What each sandbox that runs does to the host's disk, where this host's disk is what it writes to. `closely`: whatever
-    /// it takes to know.
-    async fn look_at_disks(&self, _closely: bool) -> Vec<DiskUse> {
-        Vec::new()
-    }
-
-    /// Starts a stopped sandbox, or makes it again on its files when it was removed behind our back.
-    async fn resume(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
-
-    /// Makes a sandbox again on its files, whatever state it is in.
-    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError>;
-
-    /// Opens a new channel to the agent of a running sandbox.
-    async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError>;
-
-    /// What the user of a sandbox should know: reduced isolation, limits that were lowered.
-    async fn warnings(&self, spec: &SandboxSpec) -> Vec<String>;
-
-    /// Binds a sandbox that runs to its workspace: variables, where file tools must stay.
-    async fn configure(&self, spec: &SandboxSpec, channel: &GuestClient) -> Result<(), ProviderError>;
-
-    /// What an image is now; another answer means another image under the same name.
-    async fn image_digest(&self, image: &str) -> Result<String, ProviderError>;
-
-    /// What an image runs by itself.
-    async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError>;
-
-    /// Copies a sandbox's files, and its memory where that is asked for and can be (`memory_snapshots`). Nothing in the
-    /// sandbox runs meanwhile. Gives the bytes that the copy takes.
-    async fn snapshot(
-        &self,
-        id: WorkspaceId,
-        to: SnapshotId,
-        with_memory: bool,
-    ) -> Result<u64, ProviderError>;
-
-    /// Ends a sandbox that nobody knows, and keeps its files as a copy. Does nothing to a sandbox that is gone. The copy is
-    /// found by [`inspect_snapshot`](Self::inspect_snapshot), if there were any files.
-    async fn quarantine(&self, id: WorkspaceId, to: SnapshotId) -> Result<(), ProviderError>;
-
-    /// What a whole copy holds; none if there is no such copy, or only a part of it.
-    async fn inspect_snapshot(&self, id: SnapshotId) -> Result<Option<SnapshotInfo>, ProviderError>;
-
-    /// Removes a copy, whole or not.
-    async fn remove_snapshot(&self, id: SnapshotId) -> Result<(), ProviderError>;
-
-    /// Lets a sandbox go on that was being copied when the server ended.
-    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError>;
-
-    /// All copies there are, whole or not.
-    async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError>;
-
-    /// Why a sandbox ended, as far as the provider knows (`out of memory`, an exit code).
-    async fn explain_end(&self, id: WorkspaceId) -> Option<String>;
-
-    /// How many processes of a sandbox something outside has ended for want of memory: what its agent can't know.
-    fn oom_kills(&self, _id: WorkspaceId) -> u64 {
-        0
-    }
-
-    /// The CPU settings of sandboxes that run on this host, where they can be changed.
-    fn cpu_groups(&self) -> Vec<(WorkspaceId, CpuGroup)> {
-        Vec::new()
-    }
-
-    /// Everything there is that carries this installation's id.
-    async fn list(&self) -> Result<Vec<Observed>, ProviderError>;
-
-    /// Removes what the installation itself needed (networks, rules), when no sandbox is left.
-    async fn retire(&self) -> Result<(), ProviderError>;
-
-    /// Runs a command in a sandbox.
-    async fn exec(&self, channel: &GuestClient, request: BashRequest) -> Result<BashAnswer, ErrorDetail> {
-        let message =
-            BashCall { operation_id: OperationId::generate(), request, stream: false, collect: false };
-        let call = channel.start(&GuestCall::Bash(message)).await?;
-        let (mut answer, stdout, stderr) = call.answer_with_output::<BashAnswer>(1 << 20).await?;
-        answer.stdout = String::from_utf8_lossy(&stdout).into_owned();
-        answer.stderr = String::from_utf8_lossy(&stderr).into_owned();
-        Ok(answer)
-    }
-
-    /// A file's bytes.
-    async fn read_file(&self, channel: &GuestClient, path: &str) -> Result<Vec<u8>, ErrorDetail> {
-        let request = ReadRequest { file_path: path.to_owned(), raw: true, ..ReadRequest::default() };
-        let call = channel.start(&GuestCall::Read(request)).await?;
-        let most = usize::try_from(MAX_FILE_BYTES).unwrap_or(usize::MAX);
-        let (_, bytes, _) = call.answer_with_output::<ReadAnswer>(most).await?;
-        Ok(bytes)
-    }
-
-    /// Writes a file.
-    async fn write_file(
-        &self,
-        channel: &GuestClient,
-        path: &str,
-        bytes: &[u8],
-    ) -> Result<WriteAnswer, ErrorDetail> {
-        let call = channel.start(&GuestCall::Write(WriteCall { file_path: path.to_owned() })).await?;
-        call.send_input(bytes).await?;
-        call.end_input().await?;
-        Ok(call.answer().await?)
-    }
-}
-
-/// Tells the agent at the other end what it belongs to.
-pub(crate) async fn configure(
-    channel: &GuestClient,
-    configuration: Configuration,
-) -> Result<(), ProviderError> {
-    const WITHIN: Duration = Duration::from_secs(20);
-    let configured = async {
-        let call = channel.start(&GuestCall::Configure(configuration)).await?;
-        call.answer::<serde_json::Value>().await.map(drop)
-    };
-    match tokio::time::timeout(WITHIN, configured).await {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(ProviderError::failed("configuring the guest agent", error)),
-        Err(_) => {
-            Err(ProviderError::TimedOut { what: "configuring the guest agent", seconds: WITHIN.as_secs() })
-        }
-    }
-}
-
-/// Providers are shared between requests.
-pub type SharedProvider = Arc<dyn WorkspaceProvider>;

@@ -271,9 +271,9 @@ impl Supervisor {
         let workspaces = &self.host.workspaces;
         let explained = async {
             let record = workspaces.context.store.workspace_record(self.hosted.id).await.ok()?;
-            workspaces.context.provider_of(&record).ok()?.explain_end(self.hosted.id).await
+            workspaces.context.provider_of(&record).ok()?.exit_reason(self.hosted.id).await
         };
-        End::Lost(explained.await.unwrap_or(why))
+        End::Lost(explained.await.map_or(why, |exit| exit.reason))
     }
 }
 

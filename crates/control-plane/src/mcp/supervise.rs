@@ -287,7 +287,7 @@ impl Supervisor {
         let _changing = live.changing.lock().await;
         live.close_to_calls();
         let provider = workspaces.context.provider_of(&record)?;
-        let sandbox = provider.renew(&workspaces.context.spec_of(&record).await?).await?;
+        let sandbox = provider.recreate(&workspaces.context.spec_of(&record).await?).await?;
         failpoint!("mcp.renewed");
         live.set_connection(SandboxConnection { channel: sandbox.channel, provider: provider.name() });
         Ok(())

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_guest_client::{CallError, GuestClient};
-use emergent_providers::{ProviderError, Sandbox, SandboxSpec, SharedProvider};
+use emergent_providers::{ProviderError, Sandbox, SandboxExit, SandboxSpec, SharedProvider};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
@@ -118,9 +118,8 @@ impl Connections {
         if let Some(reason) = self.context.known_live(id).and_then(|live| live.last_end()) {
             return SandboxLost::EndedByServer(reason).into();
         }
-        match provider.explain_end(id).await {
-            Some(reason) => {
-                let out_of_memory = reason.contains("out of memory");
+        match provider.exit_reason(id).await {
+            Some(SandboxExit { reason, out_of_memory }) => {
                 SandboxLost::Ended { reason, out_of_memory }.into()
             }
             None => error.into(),

@@ -72,7 +72,7 @@ impl DiskGuard {
             tracing::debug!(%error, "the ballast file can't be made");
         }
         let reads = self.context.providers.iter().map(|provider| async move {
-            let found = provider.look_at_disks(level == Level::Full).await;
+            let found = provider.disk_usage(level == Level::Full).await;
             found.into_iter().map(|one| (provider, one)).collect::<Vec<_>>()
         });
         let found = join_all(reads).await.concat();
@@ -189,8 +189,8 @@ impl DiskGuard {
         let spec = self.context.spec_of(record).await?;
         provider.kill(id).await?;
         let sandbox = match fault {
-            DiskFault::TooMuchOutside { .. } => provider.renew(&spec).await?,
-            DiskFault::Errors => provider.resume(&spec).await?,
+            DiskFault::RootLayerTooLarge { .. } => provider.recreate(&spec).await?,
+            DiskFault::FileSystemErrors => provider.resume(&spec).await?,
         };
         tell_if_mended(&self.context, id, &sandbox).await;
         live.set_connection(SandboxConnection { channel: sandbox.channel, provider: provider.name() });
@@ -200,17 +200,17 @@ impl DiskGuard {
 
 /// A disk with errors can be read while the host's disk is full, and its repair needs room.
 fn is_repairable(fault: DiskFault, level: Level) -> bool {
-    !(fault == DiskFault::Errors && level == Level::Full)
+    !(fault == DiskFault::FileSystemErrors && level == Level::Full)
 }
 
 fn reason_for_repair(fault: DiskFault) -> String {
     match fault {
-        DiskFault::TooMuchOutside { limit } => format!(
+        DiskFault::RootLayerTooLarge { limit } => format!(
             "its files outside /workspace took more than {} MiB, as much as they may: the sandbox was started again without \
              them; what is in /workspace is kept",
             limit >> 20
         ),
-        DiskFault::Errors => {
+        DiskFault::FileSystemErrors => {
             "its disk had errors: the sandbox was started again after they were mended".to_owned()
         }
     }
@@ -218,7 +218,7 @@ fn reason_for_repair(fault: DiskFault) -> String {
 
 /// Tells that a disk was mended before its sandbox started.
 pub(super) async fn tell_if_mended(context: &Context, id: WorkspaceId, sandbox: &Sandbox) {
-    if !sandbox.disk_was_mended {
+    if !sandbox.disk_was_repaired {
         return;
     }
     let message =

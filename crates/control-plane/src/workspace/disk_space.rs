@@ -175,7 +175,8 @@ impl DiskSpace {
     /// The disk with the least room of all that workspaces, snapshots and the database are on.
     pub(super) fn scarcest_disk(&self) -> Option<Scarcest> {
         let own = std::iter::once(self.gauge.data_dir.clone());
-        let directories = own.chain(self.context.providers.iter().flat_map(|provider| provider.storage()));
+        let directories =
+            own.chain(self.context.providers.iter().flat_map(|provider| provider.storage_directories()));
         let each = directories.filter_map(|directory| {
             let free = free_bytes(&directory).ok()?;
             Some(Scarcest { directory, free })

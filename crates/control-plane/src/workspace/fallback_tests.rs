@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
     ContainerHost, ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError,
-    Runtime, Sandbox, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
+    Runtime, Sandbox, SandboxExit, SandboxId, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
 use emergent_wire::event::EventKind;
@@ -65,8 +65,8 @@ impl WorkspaceProvider for Failing {
         }
     }
 
-    fn sandbox_name(&self, id: WorkspaceId) -> String {
-        id.to_string()
+    async fn sandbox_id(&self, _id: WorkspaceId) -> Result<SandboxId, ProviderError> {
+        self.fails()
     }
 
     async fn health(&self) -> Health {
@@ -92,7 +92,7 @@ impl WorkspaceProvider for Failing {
         self.fails()
     }
 
-    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+    async fn recreate(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         self.resume(spec).await
     }
 
@@ -129,7 +129,7 @@ impl WorkspaceProvider for Failing {
         self.fails()
     }
 
-    async fn go_on(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
+    async fn unpause(&self, _id: WorkspaceId) -> Result<(), ProviderError> {
         self.fails()
     }
 
@@ -145,7 +145,7 @@ impl WorkspaceProvider for Failing {
         Ok(Vec::new())
     }
 
-    async fn explain_end(&self, _id: WorkspaceId) -> Option<String> {
+    async fn exit_reason(&self, _id: WorkspaceId) -> Option<SandboxExit> {
         None
     }
 
@@ -153,7 +153,7 @@ impl WorkspaceProvider for Failing {
         Ok(Vec::new())
     }
 
-    async fn retire(&self) -> Result<(), ProviderError> {
+    async fn remove_shared_resources(&self) -> Result<(), ProviderError> {
         Ok(())
     }
 }

@@ -97,7 +97,7 @@ async fn check(provider: &SharedProvider, thoroughly: bool) -> Health {
     let checked = async {
         let mut health = provider.health().await;
         if thoroughly && health.problem.is_none() {
-            health.problem = provider.prove().await;
+            health.problem = provider.verify_start().await;
         }
         health
     };

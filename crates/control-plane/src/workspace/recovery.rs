@@ -172,7 +172,7 @@ impl Recovery {
             })
             .await;
         for provider in &self.context.providers {
-            if let Err(error) = provider.tidy().await {
+            if let Err(error) = provider.remove_unused_resources().await {
                 tracing::warn!(provider = %provider.name(), %error, "what no sandbox uses any more could not be removed");
             }
         }

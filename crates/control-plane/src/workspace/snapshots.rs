@@ -108,7 +108,7 @@ impl Snapshots {
         failpoint!("snapshot.withdrawn");
         let provider = self.context.provider(record.snapshot.provider)?;
         if record.snapshot.status == SnapshotStatus::Creating {
-            provider.go_on(record.snapshot.workspace_id).await?;
+            provider.unpause(record.snapshot.workspace_id).await?;
         }
         provider.remove_snapshot(id).await?;
         failpoint!("snapshot.removed");

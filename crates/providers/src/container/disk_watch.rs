@@ -91,7 +91,7 @@ struct Look {
 
 impl ContainerProvider {
     /// Looks at all sandboxes that run.
-    pub(super) async fn look_at_disks(&self, closely: bool) -> Vec<DiskUse> {
+    pub(super) async fn disk_usage(&self, closely: bool) -> Vec<DiskUse> {
         self.find_unknown_sandboxes().await;
         let looks: Vec<Look> = {
             let layers = self.root_layers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -166,7 +166,7 @@ fn look_at(
     let (mut uses, mut measured) = (Vec::new(), Vec::new());
     for Look { id, processes, layer } in looks {
         let pids = processes.group.processes();
-        let mut fault = disks.filter(|disks| disks.has_errors(id)).map(|_| DiskFault::Errors);
+        let mut fault = disks.filter(|disks| disks.has_errors(id)).map(|_| DiskFault::FileSystemErrors);
         let mut outside = 0;
         if let Some(mut layer) = layer {
             let is_over = layer.look(&pids, closely && only_outside).unwrap_or_else(|error| {
@@ -174,7 +174,7 @@ fn look_at(
                 false
             });
             if is_over {
-                fault = Some(DiskFault::TooMuchOutside { limit: layer.limit });
+                fault = Some(DiskFault::RootLayerTooLarge { limit: layer.limit });
             }
             outside = layer.measured.map_or(0, |measured| measured.bytes);
             measured.push((id, layer));

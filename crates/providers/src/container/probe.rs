@@ -13,7 +13,8 @@ use super::engine::EngineError;
 use super::provider::ContainerProvider;
 use super::{LABEL_INSTALLATION, spec};
 use crate::error::ProviderError;
-use crate::sandbox::{SandboxSpec, WorkspaceProvider};
+use crate::provider::WorkspaceProvider;
+use crate::sandbox::SandboxSpec;
 
 /// A probe that takes longer has failed.
 const PROBE_TIME: Duration = Duration::from_secs(15);

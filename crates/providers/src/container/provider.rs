@@ -30,11 +30,12 @@ use super::spec::{self, GUEST_DIR, GUEST_PATH, Surroundings};
 use super::stream::Attached;
 use super::{LABEL_WORKSPACE, name_of};
 use crate::error::ProviderError;
+use crate::image::ImageProgram;
+use crate::provider::{Health, WorkspaceProvider, configure_agent};
 use crate::sandbox::{
-    DiskUse, Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SnapshotInfo,
-    WorkspaceProvider, configure,
+    DiskUse, Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo,
 };
-use crate::starts::Starts;
+use crate::start_history::StartHistory;
 
 /// What is said when the engine can't run gVisor containers.
 pub const GVISOR_MISSING: &str = "gVisor runtime not available";
@@ -66,7 +67,7 @@ pub enum Runtime {
 pub struct ContainerProvider {
     pub(super) runtime: Runtime,
     host: Arc<ContainerHost>,
-    starts: Starts,
+    starts: StartHistory,
     /// Held by whoever starts a probe.
     probing: tokio::sync::Mutex<()>,
     kill_counters: Mutex<HashMap<WorkspaceId, KillCounter>>,
@@ -91,7 +92,7 @@ impl ContainerProvider {
         Self {
             runtime,
             host: Arc::clone(host),
-            starts: Starts::default(),
+            starts: StartHistory::default(),
             probing: tokio::sync::Mutex::default(),
             kill_counters: Mutex::default(),
             processes: Mutex::default(),
@@ -222,7 +223,7 @@ impl ContainerProvider {
         }
     }
 
-    /// Starts the container with its channel attached.
+    /// StartHistory the container with its channel attached.
     async fn launch(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
         let name = name_of(spec.id);
         let attached = self.engine.attach(&name).await.map_err(|error| self.sort(&error, spec))?;
@@ -243,7 +244,11 @@ impl ContainerProvider {
         let channel = match connected {
             Ok(channel) => channel,
             Err(error) => {
-                let why = self.explain_end(spec.id).await.map(|end| format!("; {end}")).unwrap_or_default();
+                let why = self
+                    .exit_reason(spec.id)
+                    .await
+                    .map(|exit| format!("; {}", exit.reason))
+                    .unwrap_or_default();
                 return Err(ProviderError::Failed {
                     what: "starting the guest agent",
                     reason: format!("{error}{why}"),
@@ -359,14 +364,20 @@ impl ContainerProvider {
     /// Remembers that a start failed, unless what was asked for was at fault.
     fn note_failed_start(&self, error: &ProviderError) {
         if !matches!(error, ProviderError::Unacceptable(_) | ProviderError::NoRoom(_)) {
-            self.starts.failed();
+            self.starts.record_failure();
         }
     }
 
     async fn sandbox(&self, spec: &SandboxSpec, channel: GuestClient, disk: Ensured) -> Sandbox {
         let warnings = self.warnings(spec).await;
-        let disk_was_mended = disk == Ensured::Mended;
-        Sandbox { channel, disk_quota: self.disk_quota(), warnings, disk_was_mended }
+        let disk_was_repaired = disk == Ensured::Mended;
+        Sandbox {
+            id: SandboxId::new(name_of(spec.id)),
+            channel,
+            disk_quota: self.disk_quota(),
+            warnings,
+            disk_was_repaired,
+        }
     }
 
     /// What an error of the engine means for the caller.
@@ -452,12 +463,12 @@ impl WorkspaceProvider for ContainerProvider {
             warm_pool: true,
             requires: requires.into_iter().map(str::to_owned).collect(),
             disk_quota: self.disk_quota(),
-            startup_latency_ms: self.starts.typical_ms(),
+            startup_latency_ms: self.starts.median_ms(),
         }
     }
 
-    fn sandbox_name(&self, id: WorkspaceId) -> String {
-        name_of(id)
+    async fn sandbox_id(&self, id: WorkspaceId) -> Result<SandboxId, ProviderError> {
+        Ok(SandboxId::new(name_of(id)))
     }
 
     async fn health(&self) -> Health {
@@ -499,7 +510,7 @@ impl WorkspaceProvider for ContainerProvider {
             Ok((self.launch(spec).await?, disk))
         };
         let (channel, disk) = started.await.inspect_err(|error| self.note_failed_start(error))?;
-        self.starts.remember(begun.elapsed());
+        self.starts.record_cold_start(begun.elapsed());
         Ok(self.sandbox(spec, channel, disk).await)
     }
 
@@ -515,13 +526,13 @@ impl WorkspaceProvider for ContainerProvider {
         Ok(())
     }
 
-    fn storage(&self) -> Vec<PathBuf> {
+    fn storage_directories(&self) -> Vec<PathBuf> {
         let own = self.disks.as_ref().ok().map(|disks| disks.directory().to_owned());
         own.into_iter().chain(self.engine_directory.get().cloned()).collect()
     }
 
-    async fn look_at_disks(&self, closely: bool) -> Vec<DiskUse> {
-        ContainerProvider::look_at_disks(self, closely).await
+    async fn disk_usage(&self, closely: bool) -> Vec<DiskUse> {
+        ContainerProvider::disk_usage(self, closely).await
     }
 
     async fn stop(&self, id: WorkspaceId) -> Result<(), ProviderError> {
@@ -550,9 +561,9 @@ impl WorkspaceProvider for ContainerProvider {
         }
     }
 
-    async fn prove(&self) -> Option<String> {
+    async fn verify_start(&self) -> Option<String> {
         let _one_probe = self.probing.lock().await;
-        if self.starts.is_proven() {
+        if self.starts.succeeded_recently() {
             return None;
         }
         if let Err(EngineError::NotFound(_)) = self.engine.image_id(&self.probe_image).await {
@@ -561,14 +572,14 @@ impl WorkspaceProvider for ContainerProvider {
         }
         match self.probe().await {
             Ok(()) => {
-                self.starts.succeeded();
+                self.starts.record_success();
                 None
             }
             Err(reason) => Some(format!("the engine answers but containers do not start: {reason}")),
         }
     }
 
-    async fn tidy(&self) -> Result<(), ProviderError> {
+    async fn remove_unused_resources(&self) -> Result<(), ProviderError> {
         self.remove_probes(false).await.map_err(|error| ProviderError::failed("removing probes", error))?;
         self.host.remove_older_guest_images().await?;
         self.host.remove_unused_shared_directories().await
@@ -601,11 +612,11 @@ impl WorkspaceProvider for ContainerProvider {
             Err(error) => return Err(self.sort(&error, spec)),
         };
         let channel = self.launch(spec).await.inspect_err(|error| self.note_failed_start(error))?;
-        self.starts.succeeded();
+        self.starts.record_success();
         Ok(self.sandbox(spec, channel, disk).await)
     }
 
-    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+    async fn recreate(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         self.remove_container(spec.id).await?;
         self.resume(spec).await
     }
@@ -619,8 +630,8 @@ impl WorkspaceProvider for ContainerProvider {
         };
         let state = found.state.unwrap_or_default();
         if state.running != Some(true) {
-            let end = self.explain_end(spec.id).await.unwrap_or_else(|| "it has ended".to_owned());
-            return Err(ProviderError::NotRunning(end));
+            let exit = self.exit_reason(spec.id).await.unwrap_or_else(|| SandboxExit::new("it has ended"));
+            return Err(ProviderError::NotRunning(exit.reason));
         }
         if state.paused == Some(true) {
             self.engine.unpause(&name).await.map_err(|error| self.sort(&error, spec))?;
@@ -640,8 +651,8 @@ impl WorkspaceProvider for ContainerProvider {
         }
         // The channel goes through the engine: one that hangs says nothing of the agent.
         self.engine.check_answers().await.map_err(|error| self.sort(&error, spec))?;
-        match self.explain_end(spec.id).await {
-            Some(end) => Err(ProviderError::NotRunning(end)),
+        match self.exit_reason(spec.id).await {
+            Some(exit) => Err(ProviderError::NotRunning(exit.reason)),
             None => Err(ProviderError::Unresponsive(error.to_string())),
         }
     }
@@ -677,7 +688,7 @@ impl WorkspaceProvider for ContainerProvider {
         if self.disk_quota() == DiskQuota::Watched {
             configuration.watched_disk_bytes = Some(spec.limits.disk.bytes());
         }
-        configure(channel, configuration).await
+        configure_agent(channel, configuration).await
     }
 
     async fn image_digest(&self, image: &str) -> Result<String, ProviderError> {
@@ -728,7 +739,7 @@ impl WorkspaceProvider for ContainerProvider {
         copied
     }
 
-    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+    async fn unpause(&self, id: WorkspaceId) -> Result<(), ProviderError> {
         let unpaused = async {
             self.engine.check_answers().await?;
             self.engine.unpause(&name_of(id)).await
@@ -769,21 +780,23 @@ impl WorkspaceProvider for ContainerProvider {
         }
     }
 
-    async fn explain_end(&self, id: WorkspaceId) -> Option<String> {
+    async fn exit_reason(&self, id: WorkspaceId) -> Option<SandboxExit> {
         let state = match self.engine.inspect(&name_of(id)).await {
             Ok(found) => found.state?,
-            Err(EngineError::NotFound(_)) => return Some("its container was removed".to_owned()),
+            Err(EngineError::NotFound(_)) => return Some(SandboxExit::new("its container was removed")),
             Err(_) => return None,
         };
         if state.running == Some(true) {
             return None;
         }
-        let code = state.exit_code.unwrap_or_default();
         if state.oom_killed == Some(true) {
-            return Some("the whole sandbox ran out of memory and was killed".to_owned());
+            let reason = "the whole sandbox ran out of memory and was killed".to_owned();
+            return Some(SandboxExit { reason, out_of_memory: true });
         }
+        let code = state.exit_code.unwrap_or_default();
         let error = state.error.filter(|error| !error.is_empty()).map(|error| format!(": {error}"));
-        Some(format!("its container ended with code {code}{}", error.unwrap_or_default()))
+        let reason = format!("its container ended with code {code}{}", error.unwrap_or_default());
+        Some(SandboxExit::new(reason))
     }
 
     fn cpu_groups(&self) -> Vec<(WorkspaceId, CpuGroup)> {
@@ -814,7 +827,7 @@ impl WorkspaceProvider for ContainerProvider {
         Ok(found.into_iter().map(|(id, state)| Observed { id, state }).collect())
     }
 
-    async fn retire(&self) -> Result<(), ProviderError> {
+    async fn remove_shared_resources(&self) -> Result<(), ProviderError> {
         self.remove_probes(true).await.map_err(|error| ProviderError::failed("removing probes", error))?;
         let failed = |error: EngineError| ProviderError::failed("listing sandboxes", error);
         if self.engine.containers(&self.label()).await.map_err(failed)?.is_empty() {

@@ -19,11 +19,10 @@ use super::client::Client;
 use super::images::Images;
 use crate::container::Engine;
 use crate::error::ProviderError;
-use crate::sandbox::{
-    Health, ImageProgram, Observed, ObservedState, Sandbox, SandboxSpec, SnapshotInfo, WorkspaceProvider,
-    configure,
-};
-use crate::starts::Starts;
+use crate::image::ImageProgram;
+use crate::provider::{Health, WorkspaceProvider, configure_agent};
+use crate::sandbox::{Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
+use crate::start_history::StartHistory;
 
 /// How to reach a manager, and where images come from.
 #[derive(Clone, Debug)]
@@ -47,7 +46,12 @@ pub struct FirecrackerProvider {
     installation: InstallationId,
     client: Client,
     images: Images,
-    starts: Starts,
+    starts: StartHistory,
+}
+
+/// The id that is shown for a microVM. The manager itself names it by the workspace.
+fn machine_name(id: WorkspaceId) -> SandboxId {
+    SandboxId::new(format!("microvm-{id}"))
 }
 
 fn machine(id: WorkspaceId) -> String {
@@ -68,7 +72,7 @@ impl FirecrackerProvider {
             .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
         let lock = options.data_dir.join("image-export.lock");
         let images = Images { engine, installation: options.installation, lock };
-        Ok(Self { installation: options.installation, client, images, starts: Starts::default() })
+        Ok(Self { installation: options.installation, client, images, starts: StartHistory::default() })
     }
 
     /// A channel to a microVM that runs, configured.
@@ -86,8 +90,14 @@ impl FirecrackerProvider {
     async fn sandbox(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let channel = self.greet(spec).await?;
         let warnings = self.warnings(spec).await;
-        // A microVM's disk is never read by the host, so its errors are the guest's to find.
-        Ok(Sandbox { channel, disk_quota: DiskQuota::Enforced, warnings, disk_was_mended: false })
+        Ok(Sandbox {
+            id: machine_name(spec.id),
+            channel,
+            disk_quota: DiskQuota::Enforced,
+            warnings,
+            // The host never reads a microVM's disk: the guest's kernel repairs it.
+            disk_was_repaired: false,
+        })
     }
 
     async fn machine(&self, id: WorkspaceId) -> Result<Machine, ProviderError> {
@@ -110,12 +120,12 @@ impl WorkspaceProvider for FirecrackerProvider {
             warm_pool: true,
             requires: ["kvm", "firecracker"].map(str::to_owned).to_vec(),
             disk_quota: DiskQuota::Enforced,
-            startup_latency_ms: self.starts.typical_ms(),
+            startup_latency_ms: self.starts.median_ms(),
         }
     }
 
-    fn sandbox_name(&self, id: WorkspaceId) -> String {
-        format!("microvm-{id}")
+    async fn sandbox_id(&self, id: WorkspaceId) -> Result<SandboxId, ProviderError> {
+        Ok(machine_name(id))
     }
 
     async fn health(&self) -> Health {
@@ -143,7 +153,7 @@ impl WorkspaceProvider for FirecrackerProvider {
         let _: Machine = self.client.put(&machine(spec.id), &request).await?;
         failpoint!("sandbox.made");
         let sandbox = self.sandbox(spec).await?;
-        self.starts.remember(begun.elapsed());
+        self.starts.record_cold_start(begun.elapsed());
         Ok(sandbox)
     }
 
@@ -162,7 +172,7 @@ impl WorkspaceProvider for FirecrackerProvider {
         self.sandbox(spec).await
     }
 
-    async fn renew(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
+    async fn recreate(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         self.stop(spec.id).await?;
         self.resume(spec).await
     }
@@ -180,7 +190,7 @@ impl WorkspaceProvider for FirecrackerProvider {
             return Ok(());
         };
         configuration.memory_bytes = Some(spec.limits.memory.bytes());
-        configure(channel, configuration).await
+        configure_agent(channel, configuration).await
     }
 
     async fn image_digest(&self, image: &str) -> Result<String, ProviderError> {
@@ -232,7 +242,7 @@ impl WorkspaceProvider for FirecrackerProvider {
         self.client.delete(&snapshot(id)).await
     }
 
-    async fn go_on(&self, id: WorkspaceId) -> Result<(), ProviderError> {
+    async fn unpause(&self, id: WorkspaceId) -> Result<(), ProviderError> {
         let gone_on: Result<Machine, _> = self.client.end(&format!("{}/go-on", machine(id))).await;
         gone_on.map(drop)
     }
@@ -243,15 +253,15 @@ impl WorkspaceProvider for FirecrackerProvider {
         Ok(ours.map(|each| each.id).collect())
     }
 
-    async fn explain_end(&self, id: WorkspaceId) -> Option<String> {
+    async fn exit_reason(&self, id: WorkspaceId) -> Option<SandboxExit> {
         match self.machine(id).await {
             Ok(machine) => match machine.phase {
                 MachinePhase::Running => None,
-                // Without a reason it was told to.
-                MachinePhase::Ending => machine.ended,
-                phase => Some(machine.ended.unwrap_or_else(|| format!("it is {phase}"))),
+                // Without a reason it was stopped by a request.
+                MachinePhase::Ending => machine.ended.map(SandboxExit::new),
+                phase => Some(SandboxExit::new(machine.ended.unwrap_or_else(|| format!("it is {phase}")))),
             },
-            Err(ProviderError::Gone(_)) => Some("its microVM was removed".to_owned()),
+            Err(ProviderError::Gone(_)) => Some(SandboxExit::new("its microVM was removed")),
             Err(_) => None,
         }
     }
@@ -273,7 +283,7 @@ impl WorkspaceProvider for FirecrackerProvider {
         Ok(observed.collect())
     }
 
-    async fn retire(&self) -> Result<(), ProviderError> {
+    async fn remove_shared_resources(&self) -> Result<(), ProviderError> {
         self.client.end("/v1/retire").await
     }
 }

@@ -154,11 +154,13 @@ impl<'a> Attempts<'a> {
 
     async fn try_create(&self, provider: &SharedProvider, placement: &Placement) -> Result<Workspace> {
         let (context, id) = (&self.creator.context, self.id);
-        context.store.set_placed(id, provider.name(), &provider.sandbox_name(id), placement).await?;
+        // The sandbox has no id yet. Until it is stored, the sandbox is found by its label.
+        context.store.set_placed(id, provider.name(), "", placement).await?;
         failpoint!("create.placed");
         let record = context.store.workspace_record(id).await?;
         let sandbox = provider.create(&context.spec_of(&record).await?).await?;
         failpoint!("create.sandbox_made");
+        context.store.set_placed(id, provider.name(), sandbox.id.as_str(), placement).await?;
         let mut warnings = sandbox.warnings.clone();
         warnings.extend(checkout(&sandbox.channel, &record.workspace).await?);
         self.write_facts(&sandbox, warnings).await?;

@@ -78,7 +78,7 @@ impl Pool {
         while let Some(open) = self.take_open(shape, &digest, &mut miss) {
             let claim = Claim {
                 spare: open.spare.id,
-                provider_workspace_id: provider.sandbox_name(open.spare.id),
+                provider_workspace_id: open.sandbox.to_string(),
                 placement: Placement { warm_hit: true, ..placement.clone() },
             };
             let mut row = new(open.spare.id);

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use emergent_failpoint::failpoint;
 use emergent_guest_protocol::Configuration;
-use emergent_providers::{ProviderError, SandboxSpec};
+use emergent_providers::{ProviderError, SandboxId, SandboxSpec};
 use emergent_store::{Shape, Spare};
 use emergent_wire::event::{Event, EventKind};
 use emergent_wire::pool::{PoolStatus, PoolTarget, ShapeStatus, SpareStatus};
@@ -78,6 +78,8 @@ pub(crate) struct Pool {
 /// A spare with its channel.
 struct OpenSpare {
     spare: Spare,
+    /// The provider's own id of its sandbox.
+    sandbox: SandboxId,
     connection: SandboxConnection,
     /// What the workspace that it becomes should know.
     warnings: Vec<String>,
@@ -262,11 +264,15 @@ impl Pool {
             };
             // It has been told before; and by now it may be a workspace's, which must not be told anything else.
             let spec = SandboxSpec { configuration: None, ..self.spare_spec(spare.id, &spare.shape) };
-            match provider.open_channel(&spec).await {
-                Ok(channel) => {
+            let opened = async {
+                let sandbox = provider.sandbox_id(spare.id).await?;
+                Ok((sandbox, provider.open_channel(&spec).await?))
+            };
+            match opened.await {
+                Ok((sandbox, channel)) => {
                     let warnings = provider.warnings(&spec).await;
                     let connection = SandboxConnection { channel, provider: provider.name() };
-                    let open = OpenSpare { spare: spare.clone(), connection, warnings };
+                    let open = OpenSpare { spare: spare.clone(), sandbox, connection, warnings };
                     self.open().insert(spare.id, open);
                     tracing::info!(spare = %spare.id, "a spare was adopted");
                 }
@@ -355,7 +361,7 @@ impl Pool {
             created_at: self.context.clock.now(),
         };
         let connection = SandboxConnection { channel: sandbox.channel, provider: provider.name() };
-        let open = OpenSpare { spare, connection, warnings: sandbox.warnings };
+        let open = OpenSpare { spare, sandbox: sandbox.id, connection, warnings: sandbox.warnings };
         self.context.store.spare_is_ready(id).await?;
         failpoint!("fill.ready");
         self.open().insert(id, open);
