@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock};
 use chrono::Utc;
 use emergent_host::files::{ensure_private_directory, write_atomically};
 use emergent_providers::{
-    ContainerHost, ContainerOptions, ContainerProvider, FirecrackerOptions, FirecrackerProvider,
-    ProviderError, Runtime, SharedProvider,
+    ContainerHost, ContainerOptions, ContainerProvider, DockerImages, FirecrackerOptions,
+    FirecrackerProvider, ProviderError, Runtime, SharedProvider,
 };
 use emergent_store::{NewToken, Store, StoreConfig, StoreError};
 use emergent_wire::access::TokenScope;
@@ -303,13 +303,13 @@ fn providers(
     };
     let mut providers: Vec<SharedProvider> = Vec::new();
     if let Some(manager) = firecracker::manager(&settings.firecracker, embedded) {
+        let images = DockerImages::open(settings.providers.docker_host.as_deref(), installation, data_dir)?;
         let options = FirecrackerOptions {
             installation,
             url: manager.url,
             token: manager.token,
             ca_certificate: settings.firecracker.manager_ca.clone(),
-            docker_host: settings.providers.docker_host.clone(),
-            data_dir: data_dir.to_owned(),
+            images: Arc::new(images),
         };
         providers.push(Arc::new(FirecrackerProvider::new(&options)?));
     }

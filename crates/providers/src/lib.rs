@@ -16,12 +16,12 @@ mod sandbox;
 mod start_history;
 
 pub use container::{
-    ContainerHost, ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, Engine, EngineError,
-    GVISOR_MISSING, Runtime,
+    ContainerHost, ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, DockerImages, Engine,
+    EngineError, GVISOR_MISSING, Runtime,
 };
 pub use error::ProviderError;
 pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
-pub use image::ImageProgram;
+pub use image::{ExportLease, ImageConfig, ImageProgram, ImageSource, RootArchive};
 pub use provider::{Health, SharedProvider, WorkspaceProvider};
 pub use sandbox::{
     DiskFault, DiskUse, Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo,

@@ -22,13 +22,13 @@ use emergent_wire::{ByteSize, SnapshotId, WorkspaceId};
 
 use crate::sandbox::SnapshotInfo;
 
-/// How a disk was found.
+/// The result of the check of a disk before it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ensured {
-    /// New, or without errors.
-    Whole,
-    /// It had errors, which were mended.
-    Mended,
+pub(crate) enum DiskCheck {
+    /// The disk is new or has no errors.
+    Clean,
+    /// The disk had errors, which were repaired.
+    Repaired,
 }
 
 /// The directories of an installation's disks, and of copies of them.
@@ -81,15 +81,20 @@ impl Disks {
 
     /// Makes a disk, empty or out of a snapshot, unless it is there; and attaches it. One that is there and has errors is
     /// mended before anything uses it.
-    pub(crate) fn ensure(&self, disk: &str, size: ByteSize, from: Option<SnapshotId>) -> io::Result<Ensured> {
+    pub(crate) fn ensure(
+        &self,
+        disk: &str,
+        size: ByteSize,
+        from: Option<SnapshotId>,
+    ) -> io::Result<DiskCheck> {
         let image = self.image(disk);
-        let mut ensured = Ensured::Whole;
+        let mut ensured = DiskCheck::Clean;
         if image.exists() {
             // The engine mounts it with the next start. It is mounted now only where the engine was not told that it is not.
             let is_mounted = ext4::errors_while_mounted(&self.device(disk)).is_some();
             if !is_mounted && ext4::may_have_errors(&image)? {
                 ext4::check(&image)?;
-                ensured = Ensured::Mended;
+                ensured = DiskCheck::Repaired;
             }
         } else {
             self.make(&image, size, from)?;

@@ -4,10 +4,8 @@
 //! time, so it is walked only when it can be over its limit: when it has grown by as much as the whole host's disk has since it
 //! was measured last.
 
-use std::collections::HashMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -18,7 +16,8 @@ use emergent_wire::WorkspaceId;
 use super::disk::Disks;
 use super::processes::ContainerProcesses;
 use super::provider::{ContainerProvider, Runtime};
-use super::{LABEL_ROOT_LIMIT, LABEL_WORKSPACE, name_of};
+use super::state::workspace_of;
+use super::{LABEL_ROOT_LIMIT, name_of};
 use crate::sandbox::{DiskFault, DiskUse};
 
 /// A measurement is used for at most this long: what others remove meanwhile hides what a sandbox writes.
@@ -91,10 +90,10 @@ struct Look {
 
 impl ContainerProvider {
     /// Looks at all sandboxes that run.
-    pub(super) async fn disk_usage(&self, closely: bool) -> Vec<DiskUse> {
+    pub(super) async fn measure_disks(&self, thorough: bool) -> Vec<DiskUse> {
         self.find_unknown_sandboxes().await;
         let looks: Vec<Look> = {
-            let layers = self.root_layers.lock().unwrap_or_else(PoisonError::into_inner);
+            let layers = self.root_layers();
             let known = self.processes();
             let look = |(id, processes): (&WorkspaceId, &ContainerProcesses)| Look {
                 id: *id,
@@ -104,9 +103,9 @@ impl ContainerProvider {
             known.iter().map(look).collect()
         };
         let disks = self.disks.clone().ok();
-        let looked = tokio::task::spawn_blocking(move || look_at(looks, disks.as_ref(), closely)).await;
+        let looked = tokio::task::spawn_blocking(move || look_at(looks, disks.as_ref(), thorough)).await;
         let (uses, measured) = looked.unwrap_or_default();
-        let mut layers = self.root_layers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut layers = self.root_layers();
         for (id, layer) in measured {
             // Unless it has ended meanwhile.
             if let Some(known) = layers.get_mut(&id) {
@@ -118,22 +117,19 @@ impl ContainerProvider {
 
     async fn find_unknown_sandboxes(&self) {
         {
-            let mut listed = self.listed.lock().unwrap_or_else(PoisonError::into_inner);
-            if listed.is_some_and(|at| at.elapsed() < LIST_EVERY) {
+            let mut compared = self.running.compared.lock().unwrap_or_else(PoisonError::into_inner);
+            if compared.is_some_and(|at| at.elapsed() < LIST_EVERY) {
                 return;
             }
-            *listed = Some(Instant::now());
+            *compared = Some(Instant::now());
         }
         let Ok(found) = self.engine.containers(&self.label()).await else {
             return;
         };
-        let id_of = |labels: &HashMap<String, String>| {
-            labels.get(LABEL_WORKSPACE).and_then(|id| WorkspaceId::from_str(id).ok())
-        };
         let running: Vec<WorkspaceId> =
-            found.iter().filter(|(_, runs)| *runs).filter_map(|(labels, _)| id_of(labels)).collect();
+            found.iter().filter(|one| one.is_running).filter_map(|one| workspace_of(&one.labels)).collect();
         self.processes().retain(|id, _| running.contains(id));
-        self.root_layers.lock().unwrap_or_else(PoisonError::into_inner).retain(|id, _| running.contains(id));
+        self.root_layers().retain(|id, _| running.contains(id));
         for id in running {
             if self.processes().contains_key(&id) {
                 continue;
@@ -143,7 +139,7 @@ impl ContainerProvider {
                 Err(_) => false,
             };
             if is_own {
-                self.note_process(id).await;
+                self.record_processes(id).await;
             }
         }
     }
@@ -159,7 +155,7 @@ impl ContainerProvider {
 fn look_at(
     looks: Vec<Look>,
     disks: Option<&Disks>,
-    closely: bool,
+    thorough: bool,
 ) -> (Vec<DiskUse>, Vec<(WorkspaceId, RootLayer)>) {
     // What is written to a disk that has its bytes from the first takes room from nobody.
     let only_outside = disks.is_some_and(Disks::are_reserved);
@@ -169,7 +165,7 @@ fn look_at(
         let mut fault = disks.filter(|disks| disks.has_errors(id)).map(|_| DiskFault::FileSystemErrors);
         let mut outside = 0;
         if let Some(mut layer) = layer {
-            let is_over = layer.look(&pids, closely && only_outside).unwrap_or_else(|error| {
+            let is_over = layer.look(&pids, thorough && only_outside).unwrap_or_else(|error| {
                 tracing::debug!(workspace = %id, %error, "a root layer can't be measured");
                 false
             });

@@ -1,4 +1,4 @@
-//! The Docker engine: a connection, and the calls we need, each bounded in time and with its errors sorted.
+//! The Docker engine: a connection and the calls that the providers need. Each call has a time limit.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -6,7 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bollard::errors::Error as BollardError;
-use bollard::models::{ContainerCreateBody, ContainerInspectResponse, ImageConfig, SystemInfo};
+use bollard::models::{
+    ContainerCreateBody, ContainerInspectResponse, ContainerSummary, ContainerSummaryStateEnum, ImageConfig,
+    SystemInfo, Volume,
+};
 use bollard::query_parameters::{
     AttachContainerOptionsBuilder, CreateContainerOptionsBuilder, ListContainersOptionsBuilder,
     ListVolumesOptionsBuilder, RemoveContainerOptionsBuilder, StopContainerOptionsBuilder,
@@ -17,78 +20,23 @@ use bytes::Bytes;
 use futures_util::{Stream, StreamExt};
 use tokio::sync::OnceCell;
 
+use super::engine_error::{EngineError, ignore_not_found};
 use super::stream::Attached;
 
-/// Where the engine listens, when it is not the usual socket.
+/// The variable with the engine's address. Without it the engine listens at the usual socket.
 pub const DOCKER_HOST_VARIABLE: &str = "DOCKER_HOST";
-/// For questions.
+/// Time limit of questions.
 pub(super) const ASK: Duration = Duration::from_secs(15);
-/// For calls that start or stop something.
+/// Time limit of calls that start or stop something.
 pub(super) const ACT: Duration = Duration::from_secs(90);
 
 /// A connection to the engine. Clones share it.
 #[derive(Clone)]
 pub struct Engine {
-    /// Not yet spoken with.
+    /// The connection before the version of the API is negotiated.
     unversioned: Docker,
-    /// Speaking the newest version of the API that both sides know.
+    /// The connection that speaks the newest version that both sides know.
     docker: Arc<OnceCell<Docker>>,
-}
-
-/// Why the engine did not do something.
-#[derive(Clone, Debug, thiserror::Error)]
-pub enum EngineError {
-    /// It does not answer.
-    #[error("the Docker engine does not answer ({0}): start it, or set DOCKER_HOST to where it listens")]
-    Unreachable(String),
-    /// It did not answer in time.
-    #[error("the Docker engine did not answer within {0} s")]
-    TimedOut(u64),
-    /// There is no such container, volume, network or image.
-    #[error("{0}")]
-    NotFound(String),
-    /// It is there already, in use, or not in the right state.
-    #[error("{0}")]
-    Conflict(String),
-    /// The engine refused the request.
-    #[error("{0}")]
-    Refused(String),
-    /// Something else.
-    #[error("{0}")]
-    Other(String),
-}
-
-impl From<BollardError> for EngineError {
-    fn from(error: BollardError) -> Self {
-        match error {
-            BollardError::DockerResponseServerError { status_code, message } => match status_code {
-                404 => Self::NotFound(message),
-                409 => Self::Conflict(message),
-                400..500 => Self::Refused(message),
-                _ => Self::Other(message),
-            },
-            BollardError::RequestTimeoutError => Self::TimedOut(ACT.as_secs()),
-            error @ (BollardError::HyperResponseError { .. }
-            | BollardError::HyperLegacyError { .. }
-            | BollardError::IOError { .. }
-            | BollardError::SocketNotFoundError(_)) => Self::Unreachable(describe(&error)),
-            other => Self::Other(describe(&other)),
-        }
-    }
-}
-
-/// An error with its causes.
-fn describe(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 pub(super) async fn within<T>(
@@ -101,12 +49,16 @@ pub(super) async fn within<T>(
     }
 }
 
-/// Success also when it was not there.
-pub(crate) fn gone_is_fine(result: Result<(), EngineError>) -> Result<(), EngineError> {
-    match result {
-        Err(EngineError::NotFound(_)) => Ok(()),
-        result => result,
-    }
+/// A container in a list.
+#[derive(Clone, Debug)]
+pub(crate) struct ContainerEntry {
+    pub(crate) name: String,
+    pub(crate) labels: HashMap<String, String>,
+    /// A paused container runs, too.
+    pub(crate) is_running: bool,
+    pub(crate) created: SystemTime,
+    /// The paths on the host that it mounts.
+    pub(crate) mount_sources: Vec<String>,
 }
 
 impl Engine {
@@ -130,35 +82,40 @@ impl Engine {
         Ok(Self { unversioned: docker?.with_timeout(ACT), docker: Arc::default() })
     }
 
-    /// The engine itself.
+    /// The connection, after negotiation.
     pub(crate) async fn docker(&self) -> Result<&Docker, EngineError> {
         let negotiate = || within(ASK, self.unversioned.clone().negotiate_version());
         self.docker.get_or_try_init(negotiate).await
     }
 
-    /// Checks that the engine answers: one that hangs takes requests all the same, and long ones would wait for [`ACT`].
+    /// Checks that the engine answers. A hung engine accepts requests, and a long one would wait for [`ACT`].
     pub(crate) async fn check_answers(&self) -> Result<(), EngineError> {
         within(ASK, self.docker().await?.ping()).await.map(drop)
     }
 
-    /// What the engine says of itself.
+    /// The engine's description of itself and its host.
     pub async fn info(&self) -> Result<SystemInfo, EngineError> {
         within(ASK, self.docker().await?.info()).await
     }
 
-    /// The content id of an image.
+    /// Whether the engine has an OCI runtime of this name.
+    pub(crate) async fn has_runtime(&self, name: &str) -> Result<bool, EngineError> {
+        Ok(has_runtime(&self.info().await?, name))
+    }
+
+    /// The digest of an image.
     pub async fn image_id(&self, image: &str) -> Result<String, EngineError> {
         let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
         found.id.ok_or_else(|| EngineError::Other(format!("the image {image} has no id")))
     }
 
-    /// What an image says of how it is run.
+    /// The settings of an image.
     pub(crate) async fn image_config(&self, image: &str) -> Result<ImageConfig, EngineError> {
         let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
         Ok(found.config.unwrap_or_default())
     }
 
-    /// The files of a container, as an archive. The whole of it is not bounded in time.
+    /// The files of a container as a tar archive. Reading the archive has no time limit.
     pub(crate) async fn export(
         &self,
         name: &str,
@@ -167,10 +124,21 @@ impl Engine {
         Ok(docker.export_container(name).map(|bytes| bytes.map_err(EngineError::from)))
     }
 
-    /// Makes a container.
+    /// Creates a container. One of this name that exists is success: an interrupted call has created it.
     pub(crate) async fn create(&self, name: &str, body: ContainerCreateBody) -> Result<(), EngineError> {
+        let image = body.image.clone().unwrap_or_default();
         let options = CreateContainerOptionsBuilder::new().name(name).build();
-        within(ACT, self.docker().await?.create_container(Some(options), body)).await.map(drop)
+        match within(ACT, self.docker().await?.create_container(Some(options), body)).await {
+            Err(error @ EngineError::Conflict(_)) => match self.inspect(name).await {
+                Err(EngineError::NotFound(_)) => Err(error),
+                found => found.map(drop),
+            },
+            Err(error @ EngineError::NotFound(_)) => match self.image_id(&image).await {
+                Err(EngineError::NotFound(_)) => Err(EngineError::NoImage(image)),
+                _ => Err(error),
+            },
+            created => created.map(drop),
+        }
     }
 
     /// Attaches to a container's standard streams; must come before the start, so that nothing is missed.
@@ -192,27 +160,44 @@ impl Engine {
         within(ACT, self.docker().await?.stop_container(name, Some(options))).await
     }
 
-    /// Lets nothing in a container run until [`unpause`](Self::unpause).
+    /// Pauses all processes of a container. One that is paused is success.
     pub(crate) async fn pause(&self, name: &str) -> Result<(), EngineError> {
         match within(ACT, self.docker().await?.pause_container(name)).await {
-            Err(EngineError::Conflict(message)) if message.contains("already paused") => Ok(()),
+            Err(error @ EngineError::Conflict(_)) => {
+                if self.is_paused(name).await? {
+                    Ok(())
+                } else {
+                    Err(error)
+                }
+            }
             paused => paused,
         }
     }
 
-    /// Lets a paused container go on; one that is not paused, or gone, is as good.
+    /// Unpauses a container. One that is not paused, or is gone, is success.
     pub(crate) async fn unpause(&self, name: &str) -> Result<(), EngineError> {
-        match within(ACT, self.docker().await?.unpause_container(name)).await {
-            Err(EngineError::Conflict(message) | EngineError::Other(message))
-                if message.contains("not paused") || message.contains("not running") =>
-            {
-                Ok(())
-            }
-            unpaused => gone_is_fine(unpaused),
+        let unpaused = within(ACT, self.docker().await?.unpause_container(name)).await;
+        match unpaused {
+            // Engines refuse to unpause a container that is not paused, with different status codes.
+            Err(
+                error @ (EngineError::Conflict(_)
+                | EngineError::Refused(_)
+                | EngineError::Runtime { .. }
+                | EngineError::Other(_)),
+            ) => match self.is_paused(name).await {
+                Ok(false) | Err(EngineError::NotFound(_)) => Ok(()),
+                Ok(true) | Err(_) => Err(error),
+            },
+            unpaused => ignore_not_found(unpaused),
         }
     }
 
-    /// Where a volume is mounted on the engine's host.
+    async fn is_paused(&self, name: &str) -> Result<bool, EngineError> {
+        let state = self.inspect(name).await?.state.unwrap_or_default();
+        Ok(state.paused == Some(true))
+    }
+
+    /// The directory that a volume is mounted at on the engine's host.
     pub(crate) async fn volume_path(&self, name: &str) -> Result<String, EngineError> {
         Ok(within(ASK, self.docker().await?.inspect_volume(name)).await?.mountpoint)
     }
@@ -220,22 +205,19 @@ impl Engine {
     /// Removes a container, running or not.
     pub(crate) async fn remove(&self, name: &str) -> Result<(), EngineError> {
         let options = RemoveContainerOptionsBuilder::new().force(true).build();
-        let removed = within(ACT, self.docker().await?.remove_container(name, Some(options))).await;
-        match removed {
-            // A request of a server that is gone is still at it.
-            Err(EngineError::Conflict(message)) if message.contains("already in progress") => {
-                self.wait_until_removed(name).await
-            }
-            removed => gone_is_fine(removed),
+        match within(ACT, self.docker().await?.remove_container(name, Some(options))).await {
+            // A forced removal has one conflict: another removal is in progress, begun by a server that is gone.
+            Err(EngineError::Conflict(_)) => self.wait_until_removed(name).await,
+            removed => ignore_not_found(removed),
         }
     }
 
-    /// Waits until the engine has noticed that a container runs no more. True when it has, or there is none.
+    /// Waits until the engine notices that a container has ended. True: it has noticed, or there is no such container.
     pub(crate) async fn wait_until_ended(&self, name: &str, most: Duration) -> bool {
         let waited = async {
             let options = WaitContainerOptionsBuilder::new().condition("not-running").build();
             let mut ended = self.docker().await?.wait_container(name, Some(options));
-            // Its exit code comes as an answer or as an error: either says that it has ended, or is not there.
+            // The exit code comes as an answer or as an error. Either means that the container has ended or is gone.
             let _ = ended.next().await;
             Ok::<(), EngineError>(())
         };
@@ -245,7 +227,7 @@ impl Engine {
     async fn wait_until_removed(&self, name: &str) -> Result<(), EngineError> {
         let options = WaitContainerOptionsBuilder::new().condition("removed").build();
         let mut ended = self.docker().await?.wait_container(name, Some(options));
-        // Its end is told as an exit code or as an error; what counts is whether the container is still there.
+        // The answer is an exit code or an error. Only the container's absence shows that it was removed.
         let _ = tokio::time::timeout(ACT, ended.next()).await;
         match self.inspect(name).await {
             Err(EngineError::NotFound(_)) => Ok(()),
@@ -288,74 +270,49 @@ impl Engine {
         }
     }
 
-    /// Removes a volume. One that is in use, or that the engine takes to be, is a conflict.
+    /// Removes a volume. One that is in use is [`EngineError::Conflict`]; one whose mounts the engine miscounts is
+    /// [`EngineError::VolumeMounted`].
     pub(crate) async fn remove_volume(&self, name: &str) -> Result<(), EngineError> {
         let docker = self.docker().await?;
         let options = None::<bollard::query_parameters::RemoveVolumeOptions>;
-        match gone_is_fine(within(ACT, docker.remove_volume(name, options)).await) {
-            Err(EngineError::Other(message)) if message.contains("volume has active mounts") => {
-                Err(EngineError::Conflict(message))
-            }
-            removed => removed,
+        let removed = within(ACT, docker.remove_volume(name, options)).await;
+        ignore_not_found(removed).map_err(EngineError::sort_volume_removal)
+    }
+
+    /// All containers with this label.
+    pub(crate) async fn containers(&self, label: &str) -> Result<Vec<ContainerEntry>, EngineError> {
+        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
+        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
+        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
+        Ok(found.into_iter().map(ContainerEntry::from).collect())
+    }
+
+    /// All volumes with this label.
+    pub(crate) async fn volumes(&self, label: &str) -> Result<Vec<Volume>, EngineError> {
+        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
+        let options = ListVolumesOptionsBuilder::new().filters(&filters).build();
+        let found = within(ASK, self.docker().await?.list_volumes(Some(options))).await?;
+        Ok(found.volumes.unwrap_or_default())
+    }
+}
+
+impl From<ContainerSummary> for ContainerEntry {
+    fn from(summary: ContainerSummary) -> Self {
+        use ContainerSummaryStateEnum::{PAUSED, RESTARTING, RUNNING};
+        let name = summary.names.unwrap_or_default().into_iter().next().unwrap_or_default();
+        let created = u64::try_from(summary.created.unwrap_or(0)).unwrap_or(0);
+        let mounts = summary.mounts.unwrap_or_default();
+        Self {
+            name: name.trim_start_matches('/').to_owned(),
+            labels: summary.labels.unwrap_or_default(),
+            is_running: matches!(summary.state, Some(RUNNING | RESTARTING | PAUSED)),
+            created: UNIX_EPOCH + Duration::from_secs(created),
+            mount_sources: mounts.into_iter().filter_map(|mount| mount.source).collect(),
         }
     }
+}
 
-    /// Labels and state of all containers with this label.
-    pub(crate) async fn containers(
-        &self,
-        label: &str,
-    ) -> Result<Vec<(HashMap<String, String>, bool)>, EngineError> {
-        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
-        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
-        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
-        Ok(found
-            .into_iter()
-            .map(|container| {
-                let state = container.state.map(|state| state.to_string()).unwrap_or_default();
-                let running = matches!(state.as_str(), "running" | "restarting" | "paused");
-                (container.labels.unwrap_or_default(), running)
-            })
-            .collect())
-    }
-
-    /// Names of all containers with this label, and when they were made.
-    pub(crate) async fn containers_with_age(
-        &self,
-        label: &str,
-    ) -> Result<Vec<(String, SystemTime)>, EngineError> {
-        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
-        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
-        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
-        let made = |seconds: i64| UNIX_EPOCH + Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
-        let each = found.into_iter().filter_map(|container| {
-            let name = container.names?.first()?.trim_start_matches('/').to_owned();
-            Some((name, made(container.created.unwrap_or(0))))
-        });
-        Ok(each.collect())
-    }
-
-    /// What the containers with this label mount.
-    pub(crate) async fn mount_sources(&self, label: &str) -> Result<Vec<String>, EngineError> {
-        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
-        let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
-        let found = within(ASK, self.docker().await?.list_containers(Some(options))).await?;
-        let mounts = found.into_iter().flat_map(|container| container.mounts.unwrap_or_default());
-        Ok(mounts.filter_map(|mount| mount.source).collect())
-    }
-
-    /// Labels of all volumes with this label.
-    pub(crate) async fn volumes(&self, label: &str) -> Result<Vec<HashMap<String, String>>, EngineError> {
-        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
-        let options = ListVolumesOptionsBuilder::new().filters(&filters).build();
-        let found = within(ASK, self.docker().await?.list_volumes(Some(options))).await?;
-        Ok(found.volumes.unwrap_or_default().into_iter().map(|volume| volume.labels).collect())
-    }
-
-    /// Names of all volumes with this label.
-    pub(crate) async fn volume_names(&self, label: &str) -> Result<Vec<String>, EngineError> {
-        let filters = HashMap::from([("label".to_owned(), vec![label.to_owned()])]);
-        let options = ListVolumesOptionsBuilder::new().filters(&filters).build();
-        let found = within(ASK, self.docker().await?.list_volumes(Some(options))).await?;
-        Ok(found.volumes.unwrap_or_default().into_iter().map(|volume| volume.name).collect())
-    }
+/// Whether the engine that gave this description has an OCI runtime of this name.
+pub(super) fn has_runtime(info: &SystemInfo, name: &str) -> bool {
+    info.runtimes.as_ref().is_some_and(|runtimes| runtimes.contains_key(name))
 }

@@ -12,8 +12,10 @@ use emergent_wire::id::InstallationId;
 
 use super::LABEL_INSTALLATION;
 use super::disk::Disks;
-use super::engine::{Engine, EngineError};
+use super::engine::Engine;
+use super::engine_error::EngineError;
 use super::guest_image::GuestImage;
+use super::images::DockerImages;
 use super::legacy_guest::{self, SharedDirectory};
 use super::network::Network;
 use crate::error::ProviderError;
@@ -39,6 +41,7 @@ pub struct ContainerOptions {
 pub struct ContainerHost {
     pub(super) installation: InstallationId,
     pub(super) engine: Engine,
+    pub(super) images: DockerImages,
     /// None where this process can't make loop devices: then each container gets a copy of its own.
     pub(super) guest: Option<GuestImage>,
     /// What older versions shared with sandboxes.
@@ -68,6 +71,7 @@ impl ContainerHost {
             if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
         Ok(Arc::new(Self {
             installation: options.installation,
+            images: DockerImages::of(engine.clone(), options.installation, &options.data_dir),
             engine,
             guest,
             shared: Mutex::new(shared),
@@ -99,14 +103,14 @@ impl ContainerHost {
         self.remove_older_guest_images().await?;
         match self.engine.remove_volume(&guest.current_volume().name).await {
             Ok(()) => {}
-            // Engines that were restarted under running containers (live-restore) may count mounts that are gone.
-            Err(EngineError::Conflict(message)) => {
+            // An engine that was restarted while containers ran (live-restore) may count mounts that are gone.
+            Err(EngineError::Conflict(message) | EngineError::VolumeMounted(message)) => {
                 tracing::warn!(message, "the engine keeps the entry of the guest agent's volume");
             }
             Err(error) => return Err(ProviderError::failed("removing the guest agent's volume", error)),
         }
         let host = Arc::clone(self);
-        on_disk("detaching the guest agent's image", move || {
+        run_blocking("detaching the guest agent's image", move || {
             host.guest.as_ref().map_or(Ok(()), GuestImage::detach)
         })
         .await
@@ -140,14 +144,16 @@ impl ContainerHost {
         if shared.is_empty() {
             return Ok(());
         }
-        let used = self.engine.mount_sources(&self.label()).await;
-        let used = used.map_err(|error| ProviderError::failed("listing the mounts of containers", error))?;
+        let containers = self.engine.containers(&self.label()).await;
+        let containers =
+            containers.map_err(|error| ProviderError::failed("listing the mounts of containers", error))?;
         for path in shared {
-            if used.iter().any(|source| Path::new(source) == path) {
+            let mut sources = containers.iter().flat_map(|container| &container.mount_sources);
+            if sources.any(|source| Path::new(source) == path) {
                 continue;
             }
             let removed = path.clone();
-            on_disk("removing an older guest agent", move || legacy_guest::remove(&removed)).await?;
+            run_blocking("removing an older guest agent", move || legacy_guest::remove(&removed)).await?;
             self.shared().retain(|directory| directory.path != path);
         }
         Ok(())
@@ -166,11 +172,11 @@ impl ContainerHost {
         for (volume, file) in guest.older_volumes().map_err(failed)? {
             match self.engine.remove_volume(&volume.name).await {
                 Ok(()) => {
-                    on_disk("removing an older guest agent", move || GuestImage::remove(&volume, &file))
+                    run_blocking("removing an older guest agent", move || GuestImage::remove(&volume, &file))
                         .await?;
                 }
                 // A container still uses it.
-                Err(EngineError::Conflict(_)) => {}
+                Err(EngineError::Conflict(_) | EngineError::VolumeMounted(_)) => {}
                 Err(error) => return Err(ProviderError::failed("removing an older guest agent", error)),
             }
         }
@@ -209,7 +215,7 @@ pub(super) fn cpus_of(info: &SystemInfo) -> u32 {
 }
 
 /// Does something with files that may take a while.
-pub(super) async fn on_disk<T: Send + 'static>(
+pub(super) async fn run_blocking<T: Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
 ) -> Result<T, ProviderError> {

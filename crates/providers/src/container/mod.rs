@@ -10,22 +10,31 @@ mod agent_priority;
 mod disk;
 mod disk_watch;
 mod engine;
+mod engine_error;
 mod firewall;
+mod guest_files;
 mod guest_image;
 mod host;
+mod images;
 mod legacy_guest;
 mod network;
 mod oom;
 mod probe;
 mod processes;
 mod provider;
+mod removal;
+mod running;
+mod snapshots;
 mod spec;
+mod start;
+mod state;
 mod stream;
 
-pub use engine::{DOCKER_HOST_VARIABLE, Engine, EngineError};
+pub use engine::{DOCKER_HOST_VARIABLE, Engine};
+pub use engine_error::EngineError;
 pub use host::{ContainerHost, ContainerOptions};
+pub use images::DockerImages;
 pub use provider::{ContainerProvider, GVISOR_MISSING, Runtime};
-pub(crate) use provider::{no_image, program_of};
 
 /// Names the installation that owns a container, volume or network.
 pub(crate) const LABEL_INSTALLATION: &str = "emergent.installation";

@@ -9,7 +9,8 @@ use emergent_host::network::default_route_mtu;
 use emergent_wire::id::InstallationId;
 
 use super::LABEL_INSTALLATION;
-use super::engine::{ACT, Engine, EngineError, gone_is_fine, within};
+use super::engine::{ACT, Engine, within};
+use super::engine_error::{EngineError, ignore_not_found};
 use super::firewall::Firewall;
 use crate::error::ProviderError;
 
@@ -108,7 +109,7 @@ impl Network {
         *ready = false;
         let docker =
             engine.docker().await.map_err(|error| ProviderError::failed("removing the network", error))?;
-        gone_is_fine(within(ACT, docker.remove_network(&self.name)).await)
+        ignore_not_found(within(ACT, docker.remove_network(&self.name)).await)
             .map_err(|error| ProviderError::failed("removing the network", error))?;
         let firewall = self.firewall.clone();
         tokio::task::spawn_blocking(move || firewall.remove())

@@ -9,7 +9,7 @@ use emergent_guest_client::GuestClient;
 use emergent_wire::workspace::{ContainerType, NetworkMode, ResourceLimits};
 use emergent_wire::{ByteSize, CpuCount, WorkspaceId};
 
-use super::engine::EngineError;
+use super::engine_error::EngineError;
 use super::provider::ContainerProvider;
 use super::{LABEL_INSTALLATION, spec};
 use crate::error::ProviderError;
@@ -26,8 +26,27 @@ const LABEL_PROBE: &str = "emergent.probe";
 const PROBE_MEMORY: ByteSize = ByteSize::mib(256);
 
 impl ContainerProvider {
-    /// Starts a container, greets its agent, and removes it.
-    pub(super) async fn probe(&self) -> Result<(), String> {
+    /// Runs a probe, unless a recent start has succeeded. Returns the reason of a failure.
+    pub(super) async fn probe_unless_recent(&self) -> Option<String> {
+        let _one_at_a_time = self.probing.lock().await;
+        if self.starts.succeeded_recently() {
+            return None;
+        }
+        if let Err(EngineError::NotFound(_)) = self.engine.image_id(&self.probe_image).await {
+            // Without the probe's image nothing can be said: workspaces with other images may work.
+            return None;
+        }
+        match self.probe().await {
+            Ok(()) => {
+                self.starts.record_success();
+                None
+            }
+            Err(reason) => Some(format!("the engine answers but containers do not start: {reason}")),
+        }
+    }
+
+    /// Starts a container, receives its agent's greeting, and removes it.
+    async fn probe(&self) -> Result<(), String> {
         let name = self.probe_name();
         let probed = tokio::time::timeout(PROBE_TIME, self.start_probe(&name)).await;
         let removed = self.engine.remove(&name).await;
@@ -47,9 +66,9 @@ impl ContainerProvider {
     pub(super) async fn remove_probes(&self, all: bool) -> Result<(), EngineError> {
         let label = format!("{LABEL_PROBE}={}", self.installation);
         let oldest = SystemTime::now() - PROBE_LIFE;
-        for (name, created) in self.engine.containers_with_age(&label).await? {
-            if all || created < oldest {
-                self.engine.remove(&name).await?;
+        for container in self.engine.containers(&label).await? {
+            if all || container.created < oldest {
+                self.engine.remove(&container.name).await?;
             }
         }
         Ok(())
@@ -59,7 +78,7 @@ impl ContainerProvider {
         let failed = |error: EngineError| ProviderError::failed("starting a container", error);
         self.engine.remove(name).await.map_err(failed)?;
         let guest = self.guest_volume().await?;
-        let around = self.surroundings(guest.as_ref()).await.map_err(failed)?;
+        let context = self.context(guest.as_ref()).await.map_err(failed)?;
         let spec = SandboxSpec {
             id: WorkspaceId::generate(),
             container_type: ContainerType::AgentWorkspace,
@@ -79,7 +98,7 @@ impl ContainerProvider {
             (LABEL_INSTALLATION.to_owned(), self.installation.to_string()),
             (LABEL_PROBE.to_owned(), self.installation.to_string()),
         ]);
-        let body = spec::without_disk(&spec, &around, labels);
+        let body = spec::without_disk(&spec, &context, labels);
         self.engine.create(name, body).await.map_err(failed)?;
         if guest.is_none() {
             self.copy_guest_into(name).await?;

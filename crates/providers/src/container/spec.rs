@@ -42,7 +42,7 @@ const CAPABILITIES: [&str; 9] =
     ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE"];
 
 /// What the engine is told besides the sandbox's own specification.
-pub(crate) struct Surroundings<'a> {
+pub(crate) struct ContainerContext<'a> {
     pub(crate) installation: InstallationId,
     /// The engine's runtime; none for its default.
     pub(crate) runtime: Option<&'a str>,
@@ -65,26 +65,26 @@ pub(crate) fn labels(installation: InstallationId, id: WorkspaceId) -> HashMap<S
 }
 
 /// The container of a sandbox.
-pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> ContainerCreateBody {
-    let labels = labels(around.installation, spec.id);
+pub(crate) fn container(spec: &SandboxSpec, context: &ContainerContext<'_>) -> ContainerCreateBody {
+    let labels = labels(context.installation, spec.id);
     let mut own_labels = labels.clone();
     own_labels.insert(LABEL_ROOT_LIMIT.to_owned(), root_limit(spec).to_string());
     let memory = i64::try_from(spec.limits.memory.bytes()).unwrap_or(i64::MAX);
-    let millis = spec.limits.cpu.millis().min(around.host_cpus.saturating_mul(1000));
+    let millis = spec.limits.cpu.millis().min(context.host_cpus.saturating_mul(1000));
     let host = HostConfig {
-        runtime: around.runtime.map(str::to_owned),
+        runtime: context.runtime.map(str::to_owned),
         nano_cpus: Some(i64::from(millis) * 1_000_000),
         memory: Some(memory),
         // Equal to memory: no swap.
         memory_swap: Some(memory),
         cpu_shares: Some(i64::from(CPU_SHARES)),
-        pids_limit: Some(i64::from(host_tasks(spec.max_tasks, around.runtime.is_some()))),
+        pids_limit: Some(i64::from(host_tasks(spec.max_tasks, context.runtime.is_some()))),
         security_opt: Some(vec!["no-new-privileges".to_owned()]),
         cap_drop: Some(vec!["ALL".to_owned()]),
         cap_add: Some(CAPABILITIES.iter().map(|name| (*name).to_owned()).collect()),
-        mounts: Some(mounts(spec, &labels, around)),
+        mounts: Some(mounts(spec, &labels, context)),
         network_mode: Some(match spec.network {
-            NetworkMode::Nat => around.network.to_owned(),
+            NetworkMode::Nat => context.network.to_owned(),
             NetworkMode::Isolated => "none".to_owned(),
         }),
         // Standard output is the channel; it must not be written to the engine's logs.
@@ -94,7 +94,7 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
             maximum_retry_count: None,
         }),
         // The agent's own stack is small: on gVisor all of it is resident. Its children get the usual size.
-        ulimits: around.runtime.map(|_| vec![small_stack()]),
+        ulimits: context.runtime.map(|_| vec![small_stack()]),
         ..HostConfig::default()
     };
     ContainerCreateBody {
@@ -119,12 +119,12 @@ pub(crate) fn container(spec: &SandboxSpec, around: &Surroundings<'_>) -> Contai
 /// The same container without a disk, with other labels: it belongs to no workspace.
 pub(crate) fn without_disk(
     spec: &SandboxSpec,
-    around: &Surroundings<'_>,
+    context: &ContainerContext<'_>,
     labels: HashMap<String, String>,
 ) -> ContainerCreateBody {
-    let mut body = container(spec, around);
+    let mut body = container(spec, context);
     body.labels = Some(labels);
-    let guest = around.guest.map(|guest| guest_volume(guest, around.installation));
+    let guest = context.guest.map(|guest| guest_volume(guest, context.installation));
     if let Some(host) = &mut body.host_config {
         host.mounts = Some(guest.into_iter().collect());
     }
@@ -146,9 +146,13 @@ fn small_stack() -> ResourcesUlimits {
     ResourcesUlimits { name: Some("stack".to_owned()), soft: Some(128 << 10), hard: Some(-1) }
 }
 
-fn mounts(spec: &SandboxSpec, labels: &HashMap<String, String>, around: &Surroundings<'_>) -> Vec<Mount> {
+fn mounts(
+    spec: &SandboxSpec,
+    labels: &HashMap<String, String>,
+    context: &ContainerContext<'_>,
+) -> Vec<Mount> {
     let volume = |name: String, target: &str, disk: &str| {
-        let device = around.disks.map(|disks| (disks.device(disk), disk_mount_options(disks)));
+        let device = context.disks.map(|disks| (disks.device(disk), disk_mount_options(disks)));
         let device = device.as_ref().map(|(path, options)| (path.as_path(), options.as_str()));
         volume_with_options(name, target, device, labels)
     };
@@ -157,7 +161,7 @@ fn mounts(spec: &SandboxSpec, labels: &HashMap<String, String>, around: &Surroun
         let disk = disk_of(spec.id, Some(&named.name));
         volume(volume_name_of(spec.id, &named.name), &named.path, &disk)
     });
-    let guest = around.guest.map(|guest| guest_volume(guest, around.installation));
+    let guest = context.guest.map(|guest| guest_volume(guest, context.installation));
     std::iter::once(own).chain(named).chain(guest).collect()
 }
 
@@ -233,8 +237,8 @@ mod tests {
         }
     }
 
-    fn around(installation: InstallationId) -> Surroundings<'static> {
-        Surroundings {
+    fn context(installation: InstallationId) -> ContainerContext<'static> {
+        ContainerContext {
             installation,
             runtime: Some("runsc"),
             guest: None,
@@ -249,7 +253,7 @@ mod tests {
         let installation = InstallationId::generate();
         let limits = ResourceLimits { cpu: "0.5".parse().unwrap(), ..ResourceLimits::default() };
         let spec = spec(limits, NetworkMode::Nat);
-        let body = container(&spec, &around(installation));
+        let body = container(&spec, &context(installation));
         let host = body.host_config.unwrap();
         assert_eq!(host.nano_cpus, Some(500_000_000));
         assert_eq!((host.memory, host.memory_swap), (Some(4 << 30), Some(4 << 30)));
@@ -270,7 +274,7 @@ mod tests {
     fn nothing_secret_is_in_the_containers_settings() {
         let body = container(
             &spec(ResourceLimits::default(), NetworkMode::Nat),
-            &around(InstallationId::generate()),
+            &context(InstallationId::generate()),
         );
         assert!(!serde_json::to_string(&body).unwrap().contains("hunter2"));
     }
@@ -278,7 +282,7 @@ mod tests {
     #[test]
     fn isolated_means_no_network_and_more_cpus_than_there_are_means_all() {
         let limits = ResourceLimits { cpu: "8".parse().unwrap(), ..ResourceLimits::default() };
-        let body = container(&spec(limits, NetworkMode::Isolated), &around(InstallationId::generate()));
+        let body = container(&spec(limits, NetworkMode::Isolated), &context(InstallationId::generate()));
         let host = body.host_config.unwrap();
         assert_eq!(host.network_mode.as_deref(), Some("none"));
         assert_eq!(host.nano_cpus, Some(2_000_000_000));

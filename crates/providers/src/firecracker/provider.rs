@@ -1,6 +1,7 @@
 //! The provider itself.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use async_trait::async_trait;
@@ -16,16 +17,15 @@ use emergent_wire::{SnapshotId, WorkspaceId};
 use secrecy::SecretString;
 
 use super::client::Client;
-use super::images::Images;
-use crate::container::Engine;
+use super::images::MachineImages;
 use crate::error::ProviderError;
-use crate::image::ImageProgram;
+use crate::image::{ImageProgram, ImageSource};
 use crate::provider::{Health, WorkspaceProvider, configure_agent};
 use crate::sandbox::{Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
 use crate::start_history::StartHistory;
 
 /// How to reach a manager, and where images come from.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct FirecrackerOptions {
     /// Who owns what is made.
     pub installation: InstallationId,
@@ -35,17 +35,15 @@ pub struct FirecrackerOptions {
     pub token: Option<SecretString>,
     /// A certificate that the manager's is checked against, instead of those that the host trusts.
     pub ca_certificate: Option<PathBuf>,
-    /// The Docker engine's address; `DOCKER_HOST` or the usual socket unless given.
-    pub docker_host: Option<String>,
-    /// A directory of this host's servers of the installation.
-    pub data_dir: PathBuf,
+    /// The source of root file systems.
+    pub images: Arc<dyn ImageSource>,
 }
 
 /// MicroVMs of a manager.
 pub struct FirecrackerProvider {
     installation: InstallationId,
     client: Client,
-    images: Images,
+    images: MachineImages,
     starts: StartHistory,
 }
 
@@ -68,10 +66,7 @@ impl FirecrackerProvider {
         let client = Client::new(&options.url, options.token.clone(), options.ca_certificate.as_deref());
         let client =
             client.map_err(|error| ProviderError::failed("the address of the Firecracker manager", error))?;
-        let engine = Engine::open(options.docker_host.as_deref())
-            .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
-        let lock = options.data_dir.join("image-export.lock");
-        let images = Images { engine, installation: options.installation, lock };
+        let images = MachineImages { source: Arc::clone(&options.images) };
         Ok(Self { installation: options.installation, client, images, starts: StartHistory::default() })
     }
 
@@ -194,17 +189,11 @@ impl WorkspaceProvider for FirecrackerProvider {
     }
 
     async fn image_digest(&self, image: &str) -> Result<String, ProviderError> {
-        self.images.digest(image).await
+        self.images.source.digest(image).await
     }
 
     async fn image_program(&self, image: &str) -> Result<ImageProgram, ProviderError> {
-        let settings = self.images.settings(image).await?;
-        Ok(ImageProgram {
-            entrypoint: settings.entrypoint,
-            arguments: settings.arguments,
-            directory: settings.directory,
-            user: settings.user,
-        })
+        Ok(self.images.source.config(image).await?.program)
     }
 
     async fn snapshot(
@@ -267,7 +256,7 @@ impl WorkspaceProvider for FirecrackerProvider {
     }
 
     async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
-        self.images.sweep().await?;
+        self.images.source.remove_abandoned_exports().await?;
         let path = format!("/v1/machines?installation={}", self.installation);
         let list: MachineList = self.client.get(&path).await?;
         let observed = list.machines.into_iter().map(|machine| {
