@@ -11,10 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use chrono::Utc;
 use emergent_host::files::{ensure_private_directory, write_atomically};
-use emergent_providers::{
-    ContainerHost, ContainerOptions, ContainerProvider, DockerImages, FirecrackerOptions,
-    FirecrackerProvider, ProviderError, Runtime, SharedProvider,
-};
+use emergent_providers::{FirecrackerSettings, ProviderError, ProviderSettings, ProviderTable, Providers};
 use emergent_store::{NewToken, Store, StoreConfig, StoreError};
 use emergent_wire::access::TokenScope;
 use emergent_wire::id::InstallationId;
@@ -286,45 +283,29 @@ pub(crate) fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     write_atomically(path, text.as_bytes(), 0o600)
 }
 
-/// The providers that the settings turn on.
+/// Opens the providers that the settings turn on.
 fn providers(
     settings: &Settings,
     data_dir: &Path,
     installation: InstallationId,
     embedded: Option<&Embedded>,
-) -> Result<Vec<SharedProvider>, ServeError> {
-    let options = ContainerOptions {
+) -> Result<Providers, ProviderError> {
+    let manager = firecracker::manager(&settings.firecracker, embedded);
+    ProviderTable::standard().open(ProviderSettings {
         installation,
         data_dir: data_dir.to_owned(),
         docker_host: settings.providers.docker_host.clone(),
         nameservers: settings.providers.nameservers.clone(),
         probe_image: settings.workspaces.default_image.clone(),
         room: settings.workspaces.room_rules(),
-    };
-    let mut providers: Vec<SharedProvider> = Vec::new();
-    if let Some(manager) = firecracker::manager(&settings.firecracker, embedded) {
-        let images = DockerImages::open(settings.providers.docker_host.as_deref(), installation, data_dir)?;
-        let options = FirecrackerOptions {
-            installation,
+        gvisor: settings.providers.gvisor,
+        plain_docker: settings.providers.allow_docker,
+        firecracker: manager.map(|manager| FirecrackerSettings {
             url: manager.url,
             token: manager.token,
             ca_certificate: settings.firecracker.manager_ca.clone(),
-            images: Arc::new(images),
-        };
-        providers.push(Arc::new(FirecrackerProvider::new(&options)?));
-    }
-    if !settings.providers.gvisor && !settings.providers.allow_docker {
-        return Ok(providers);
-    }
-    let host = ContainerHost::open(&options)?;
-    if settings.providers.gvisor {
-        providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &host)));
-    }
-    if settings.providers.allow_docker {
-        tracing::warn!("plain Docker is allowed: workspaces on it share the host's kernel");
-        providers.push(Arc::new(ContainerProvider::new(Runtime::Plain, &host)));
-    }
-    Ok(providers)
+        }),
+    })
 }
 
 /// One recorder for the process.

@@ -1,11 +1,11 @@
-//! Sandbox providers: who makes, keeps and removes the isolated machines that workspaces run in.
+//! Providers of sandboxes: the isolated machines that workspaces run in.
 //!
-//! [`WorkspaceProvider`] is the seam: the control plane knows nothing below it. Every provider puts the same guest
-//! agent into its sandboxes and opens a channel to it, so tools behave the same everywhere.
+//! [`WorkspaceProvider`] is the seam to the control plane, with the contract of every provider. [`ProviderTable`] lists the
+//! providers. Every provider puts the same guest agent into its sandboxes and opens a channel to it, so tools behave the same
+//! everywhere.
 //!
-//! Invariant: whatever a provider makes outside the database is named after its workspace and carries the
-//! installation's id, so that it can be found again ([`WorkspaceProvider::list`]) after any crash, and nothing that
-//! belongs to somebody else is ever touched.
+//! Invariant: every object outside the database is named after its workspace and labelled with the installation's id. So it is
+//! found after any crash ([`WorkspaceProvider::list`]), and objects of others are never touched.
 
 mod container;
 mod error;
@@ -13,17 +13,18 @@ mod firecracker;
 mod image;
 mod provider;
 mod sandbox;
+mod settings;
 mod start_history;
+mod table;
 
-pub use container::{
-    ContainerHost, ContainerOptions, ContainerProvider, DOCKER_HOST_VARIABLE, DockerImages, Engine,
-    EngineError, GVISOR_MISSING, Runtime,
-};
+pub use container::DockerImages;
 pub use error::ProviderError;
-pub use firecracker::{FirecrackerOptions, FirecrackerProvider, MANAGER_TOKEN_FILE, ManagerClient};
+pub use firecracker::{MANAGER_TOKEN_FILE, ManagerClient};
 pub use image::{ExportLease, ImageConfig, ImageProgram, ImageSource, RootArchive};
 pub use provider::{Health, SharedProvider, WorkspaceProvider};
 pub use sandbox::{
     DiskFault, DiskUse, Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo,
     Volume,
 };
+pub use settings::{FirecrackerSettings, OpenContext, ProviderSettings};
+pub use table::{Absence, OpenProvider, ProviderEntry, ProviderFacts, ProviderTable, Providers, Ranks};

@@ -4,6 +4,7 @@ use axum::Router;
 use axum::body::{Body, to_bytes};
 use axum::http::{Request, StatusCode, header};
 use chrono::Utc;
+use emergent_providers::Providers;
 use emergent_store::{AuditFilter, AuditOutcome, NewToken, NewWorkspace, SealingKey, Store, StoreConfig};
 use emergent_wire::access::TokenScope;
 use emergent_wire::tools::ToolRequest;
@@ -110,7 +111,7 @@ impl Server {
         }
         let [admin, own, other] = secrets.try_into().unwrap();
         let audit = Audit::start(store.clone());
-        let workspaces = Workspaces::new(store, key, Settings::default(), Vec::new());
+        let workspaces = Workspaces::new(store, key, Settings::default(), Providers::none());
         let metrics = PrometheusBuilder::new().build_recorder().handle();
         let mut table = standard();
         table.push(ToolEntry::of::<CountRequest>());

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use chrono::{DateTime, Utc};
 use emergent_guest_protocol::Configuration;
-use emergent_providers::{SandboxSpec, SharedProvider, Volume};
+use emergent_providers::{Providers, SandboxSpec, SharedProvider, Volume};
 use emergent_store::{SealingKey, Store, WorkspaceRecord};
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
@@ -30,8 +30,7 @@ pub(crate) struct Context {
     pub(crate) store: Store,
     pub(crate) key: SealingKey,
     pub(crate) settings: Settings,
-    /// In the order in which they are reported.
-    pub(crate) providers: Vec<SharedProvider>,
+    pub(crate) providers: Providers,
     pub(crate) servers: Servers,
     pub(crate) events: Events,
     pub(crate) clock: Clock,
@@ -39,12 +38,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    pub(super) fn new(
-        store: Store,
-        key: SealingKey,
-        settings: Settings,
-        providers: Vec<SharedProvider>,
-    ) -> Arc<Self> {
+    pub(super) fn new(store: Store, key: SealingKey, settings: Settings, providers: Providers) -> Arc<Self> {
         Arc::new(Self {
             store,
             key,
@@ -83,8 +77,7 @@ impl Context {
 
     /// A provider by its name.
     pub(crate) fn provider(&self, name: ProviderName) -> Result<&SharedProvider> {
-        let found = self.providers.iter().find(|provider| provider.name() == name);
-        found.ok_or(WorkspaceError::ProviderDisabled(name))
+        self.providers.get(name).ok_or(WorkspaceError::ProviderDisabled(name))
     }
 
     /// The provider of a workspace's sandbox.

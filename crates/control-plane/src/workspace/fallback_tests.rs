@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
-    ContainerHost, ContainerOptions, ContainerProvider, Health, ImageProgram, Observed, ProviderError,
-    Runtime, Sandbox, SandboxExit, SandboxId, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
+    Health, ImageProgram, Observed, ProviderEntry, ProviderError, ProviderSettings, ProviderTable, Sandbox,
+    SandboxExit, SandboxId, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
 use emergent_wire::event::EventKind;
@@ -22,11 +22,12 @@ use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, Valid, WorkspaceId};
 
 use emergent_test_support::janitor::Janitor;
 
+use super::placement::Availability;
 use super::{HEALTH_EVERY, Workspaces};
 use crate::config::Settings;
 
-/// A provider that can't make anything.
-struct Failing {
+/// A provider that can't create anything.
+pub(super) struct Failing {
     name: ProviderName,
     why: &'static str,
     problem: Mutex<Option<String>>,
@@ -36,9 +37,17 @@ struct Failing {
 }
 
 impl Failing {
-    fn new(name: ProviderName, why: &'static str) -> Arc<Self> {
+    pub(super) fn new(name: ProviderName, why: &'static str) -> Arc<Self> {
         let (created, destroyed, checked) = Default::default();
         Arc::new(Self { name, why, problem: Mutex::default(), created, destroyed, checked })
+    }
+
+    /// The table's entry for this name, which opens this provider.
+    pub(super) fn entry(self: &Arc<Self>) -> ProviderEntry {
+        let table = ProviderTable::standard();
+        let facts = *table.facts().find(|facts| facts.name == self.name).unwrap();
+        let provider = Arc::clone(self) as SharedProvider;
+        ProviderEntry { facts, open: Arc::new(move |_| Ok(Some(Arc::clone(&provider)))) }
     }
 
     fn fails<T>(&self) -> Result<T, ProviderError> {
@@ -158,48 +167,55 @@ impl WorkspaceProvider for Failing {
     }
 }
 
-/// Workspaces on these providers, and on gVisor if wished.
-struct World {
-    workspaces: Arc<Workspaces>,
-    /// Also when the test fails, or is killed.
+/// Workspaces on the standard table with other entries.
+pub(super) struct World {
+    pub(super) workspaces: Arc<Workspaces>,
+    /// Cleans up also when the test fails, or is killed.
     _janitor: Janitor,
 }
 
 impl World {
     async fn new(stand_ins: &[&Arc<Failing>], with_gvisor: bool) -> Self {
+        let entries = stand_ins.iter().map(|one| one.entry());
+        Self::with_entries(entries, with_gvisor).await
+    }
+
+    pub(super) async fn with_entries(
+        entries: impl IntoIterator<Item = ProviderEntry>,
+        with_gvisor: bool,
+    ) -> Self {
         let directory = tempfile::Builder::new().prefix("emergent-test-").tempdir().unwrap().keep();
         let janitor = Janitor::of(&directory);
         let store = Store::open(StoreConfig::Sqlite(directory.join("emergent.db"))).await.unwrap();
         let key = SealingKey::load_or_create(&directory.join("key")).unwrap();
         let installation = store.installation_id().await.unwrap();
         std::fs::write(directory.join("installation-id"), installation.to_string()).unwrap();
-        let mut providers: Vec<SharedProvider> =
-            stand_ins.iter().map(|one| Arc::clone(*one) as SharedProvider).collect();
-        if with_gvisor {
-            let options = ContainerOptions {
-                installation,
-                data_dir: directory,
-                docker_host: None,
-                nameservers: Vec::new(),
-                probe_image: Settings::default().workspaces.default_image,
-                room: Settings::default().workspaces.room_rules(),
-            };
-            let host = ContainerHost::open(&options).unwrap();
-            providers.push(Arc::new(ContainerProvider::new(Runtime::Gvisor, &host)));
-        }
-        let workspaces = Workspaces::new(store, key, Settings::default(), providers);
+        let table = entries.into_iter().fold(ProviderTable::standard(), ProviderTable::with);
+        let settings = Settings::default();
+        let providers = table.open(ProviderSettings {
+            installation,
+            data_dir: directory,
+            docker_host: None,
+            nameservers: Vec::new(),
+            probe_image: settings.workspaces.default_image.clone(),
+            room: settings.workspaces.room_rules(),
+            gvisor: with_gvisor,
+            plain_docker: false,
+            firecracker: None,
+        });
+        let workspaces = Workspaces::new(store, key, settings, providers.unwrap());
         workspaces.health.check_all().await;
         Self { workspaces, _janitor: janitor }
     }
 
-    async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
+    pub(super) async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
         // No network: there is no server here that would remove it at its end.
         let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
         let creation = self.workspaces.create.begin(Valid::new(request)?, true).await?;
         Ok(self.workspaces.create.finish(creation).await?)
     }
 
-    fn status_of(&self, name: ProviderName) -> ProviderStatus {
+    pub(super) fn status_of(&self, name: ProviderName) -> ProviderStatus {
         let infos = self.workspaces.health.infos(&Default::default());
         infos.iter().find(|info| info.name == name).unwrap().status
     }
@@ -306,7 +322,7 @@ async fn provider_becomes_unhealthy() {
     let firecracker = Failing::new(ProviderName::Firecracker, "");
     let world = World::new(&[&firecracker], false).await;
     let mut events = world.workspaces.context.events.listen().unwrap();
-    let is_candidate = || world.workspaces.health.known()[0].problem.is_none();
+    let is_candidate = || world.workspaces.health.known()[0].availability == Availability::Healthy;
     assert!(is_candidate());
     *firecracker.problem.lock().unwrap() = Some("the manager does not answer".to_owned());
     world.workspaces.health.check_all().await;

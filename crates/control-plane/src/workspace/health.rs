@@ -5,17 +5,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
-use emergent_providers::{Health, SharedProvider};
+use emergent_providers::{Health, ProviderFacts, SharedProvider};
 use emergent_wire::event::EventKind;
 use emergent_wire::pool::PoolShape;
-use emergent_wire::workspace::{
-    Capabilities, DiskQuota, IsolationLevel, ProviderInfo, ProviderName, ProviderStatus,
-};
+use emergent_wire::workspace::{Capabilities, DiskQuota, ProviderInfo, ProviderName, ProviderStatus};
 
 use tokio::sync::Notify;
 
 use super::context::Context;
-use super::placement::Known;
+use super::placement::{Availability, ProviderState};
 use crate::events::Events;
 
 /// How often every provider is checked.
@@ -154,30 +152,33 @@ impl ProviderHealth {
         .await;
     }
 
-    /// What placement knows.
-    pub(super) fn known(&self) -> Vec<Known> {
-        let known = |provider: &SharedProvider| {
-            let problem = match self.board.last(provider.name()) {
-                Some((health, _)) => health.problem,
-                None => Some("not checked yet; retry in a moment".to_owned()),
+    /// All providers of the table with their present state, for placement.
+    pub(super) fn known(&self) -> Vec<ProviderState> {
+        let providers = &self.context.providers;
+        let state = |facts: &ProviderFacts| {
+            let availability = match (providers.get(facts.name), self.board.last(facts.name)) {
+                (None, _) => Availability::Absent,
+                (Some(_), None) => Availability::Unhealthy("not checked yet; retry in a moment".to_owned()),
+                (Some(_), Some((health, _))) => {
+                    health.problem.map_or(Availability::Healthy, Availability::Unhealthy)
+                }
             };
-            Known { name: provider.name(), isolation: provider.capabilities().isolation, problem }
+            ProviderState { facts: *facts, availability }
         };
-        self.context.providers.iter().map(known).collect()
+        providers.table().facts().map(state).collect()
     }
 
-    /// What `GET /providers` shows.
+    /// The answer of `GET /providers`.
     pub(crate) fn infos(&self, active: &std::collections::BTreeMap<ProviderName, u64>) -> Vec<ProviderInfo> {
-        ProviderName::ALL
-            .iter()
-            .map(|name| {
-                let active_workspaces = active.get(name).copied().unwrap_or(0);
-                match self.context.providers.iter().find(|provider| provider.name() == *name) {
-                    Some(provider) => self.enabled_info(provider, active_workspaces),
-                    None => disabled_info(*name, active_workspaces),
-                }
-            })
-            .collect()
+        let providers = &self.context.providers;
+        let info = |facts: &ProviderFacts| {
+            let active_workspaces = active.get(&facts.name).copied().unwrap_or(0);
+            match providers.get(facts.name) {
+                Some(provider) => self.enabled_info(provider, active_workspaces),
+                None => absent_info(facts, active_workspaces),
+            }
+        };
+        providers.table().facts().map(info).collect()
     }
 
     fn enabled_info(&self, provider: &SharedProvider, active_workspaces: u64) -> ProviderInfo {
@@ -201,34 +202,22 @@ impl ProviderHealth {
     }
 }
 
-/// A provider that this server does not have, and why.
-fn disabled_info(name: ProviderName, active_workspaces: u64) -> ProviderInfo {
-    let (isolation, requires, message) = match name {
-        ProviderName::Firecracker => (IsolationLevel::Microvm, "kvm", "not installed on this server"),
-        ProviderName::E2b => (IsolationLevel::Microvm, "E2B_API_KEY", "E2B API key not configured"),
-        ProviderName::Gvisor => {
-            (IsolationLevel::ApplicationKernel, "docker", "turned off: providers.gvisor is false")
-        }
-        ProviderName::Docker => (
-            IsolationLevel::Container,
-            "docker",
-            "not allowed: set providers.allow_docker to use plain containers",
-        ),
-    };
+/// A provider that this server does not have, and the reason.
+fn absent_info(facts: &ProviderFacts, active_workspaces: u64) -> ProviderInfo {
     ProviderInfo {
-        name,
+        name: facts.name,
         status: ProviderStatus::Disabled,
-        message: Some(message.to_owned()),
+        message: Some(facts.absence.reason().to_owned()),
         last_check: None,
         active_workspaces,
         available_resources: None,
         capabilities: Capabilities {
-            isolation,
+            isolation: facts.isolation,
             persistence: true,
             memory_snapshots: false,
             snapshots: false,
             warm_pool: false,
-            requires: vec![requires.to_owned()],
+            requires: facts.requires(),
             disk_quota: DiskQuota::Enforced,
             startup_latency_ms: None,
         },

@@ -10,6 +10,8 @@
 //!  all of them: context (store, settings, providers, what is known of each workspace)
 //! ```
 
+#[cfg(test)]
+mod added_provider_tests;
 mod calls;
 mod clock;
 mod connections;
@@ -39,7 +41,7 @@ pub(crate) mod usage;
 use std::sync::Arc;
 
 use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
-use emergent_providers::SharedProvider;
+use emergent_providers::Providers;
 use emergent_store::{SealingKey, Store};
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::{Usage, Workspace, WorkspaceStatus, check_holder};
@@ -85,12 +87,7 @@ pub(crate) struct Workspaces {
 }
 
 impl Workspaces {
-    pub(crate) fn new(
-        store: Store,
-        key: SealingKey,
-        settings: Settings,
-        providers: Vec<SharedProvider>,
-    ) -> Arc<Self> {
+    pub(crate) fn new(store: Store, key: SealingKey, settings: Settings, providers: Providers) -> Arc<Self> {
         let context = Context::new(store, key, settings, providers);
         let health = ProviderHealth::new(&context);
         let disk_space = DiskSpace::new(&context);

@@ -1,41 +1,49 @@
-//! Which provider a workspace goes to: a pure function of the request and what is known of the providers.
+//! Placement: the choice of a provider for a workspace. A pure function of the request and of the providers' facts and state.
 //!
-//! An explicit provider is that one or an error. `auto` prefers microVMs for agents' workspaces and gVisor for MCP
-//! servers, and admits only microVMs when the security level is high. Plain Docker is the last resort, and only
-//! where the configuration allows it.
+//! A request that names a provider gets that provider or an error. Otherwise the providers are tried in the order of their ranks
+//! ([`ProviderFacts::ranks`]). With security level `high` only microVMs are admitted.
 
+use emergent_providers::{Absence, ProviderFacts};
 use emergent_wire::workspace::{
     ContainerType, DeploymentMode, IsolationLevel, Placement, ProviderChoice, ProviderName,
     RejectedCandidate, SecurityLevel,
 };
 use emergent_wire::{ErrorCode, ErrorDetail};
 
-/// What a request asks for, as far as placement is concerned.
+/// The part of a request that placement decides by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wish {
+pub(crate) struct PlacementRequest {
     pub(crate) container_type: ContainerType,
     pub(crate) provider: ProviderChoice,
     pub(crate) deployment: DeploymentMode,
     pub(crate) security: SecurityLevel,
 }
 
-/// What is known of a provider.
+/// A provider of the table and its present state.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Known {
-    pub(crate) name: ProviderName,
-    pub(crate) isolation: IsolationLevel,
-    /// Why it can't be used now, if it can't.
-    pub(crate) problem: Option<String>,
+pub(crate) struct ProviderState {
+    pub(crate) facts: ProviderFacts,
+    pub(crate) availability: Availability,
 }
 
-/// Where to try, in this order, and what was ruled out.
+/// Whether a provider can be used now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Availability {
+    Healthy,
+    /// This server has it, but it can't be used for this reason.
+    Unhealthy(String),
+    /// This server does not have it.
+    Absent,
+}
+
+/// The providers to try, in this order, and the providers that were rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(crate) candidates: Vec<Candidate>,
     pub(crate) rejected: Vec<RejectedCandidate>,
 }
 
-/// A provider to try, and why.
+/// A provider to try, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub(crate) provider: ProviderName,
@@ -43,7 +51,7 @@ pub(crate) struct Candidate {
 }
 
 impl Candidate {
-    /// What is written down when this one is tried.
+    /// The placement that is stored when this candidate is tried.
     pub(crate) fn placement(&self, rejected: &[RejectedCandidate]) -> Placement {
         Placement {
             provider: self.provider,
@@ -53,69 +61,86 @@ impl Candidate {
         }
     }
 
-    /// What is written down when it has failed.
+    /// The rejection that is stored when this candidate has failed.
     pub(crate) fn rejected(&self, error: &impl std::fmt::Display) -> RejectedCandidate {
         RejectedCandidate { provider: self.provider, reason: error.to_string() }
     }
 }
 
-/// Chooses.
-pub(crate) fn plan(wish: Wish, known: &[Known]) -> Result<Plan, ErrorDetail> {
-    let order = preference(wish);
+/// The reason why a provider is no candidate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Rejection {
+    /// This server does not have it.
+    Absent(Absence),
+    /// Its isolation is too weak for the security level.
+    TooWeak(IsolationLevel),
+    /// It can't be used now.
+    Unhealthy(String),
+}
+
+impl Rejection {
+    fn reason(&self) -> String {
+        match self {
+            Self::Absent(absence) => absence.reason().to_owned(),
+            Self::TooWeak(isolation) => {
+                format!("security_level high needs a microVM; this is {}", describe(*isolation))
+            }
+            Self::Unhealthy(problem) => problem.clone(),
+        }
+    }
+
+    /// Whether the same request would be rejected again until the request or the configuration changes.
+    fn is_permanent(&self) -> bool {
+        matches!(self, Self::TooWeak(_) | Self::Absent(Absence::NotAllowed(_)))
+    }
+}
+
+/// Chooses the providers to try.
+pub(crate) fn plan(request: PlacementRequest, providers: &[ProviderState]) -> Result<Plan, ErrorDetail> {
     let mut plan = Plan { candidates: Vec::new(), rejected: Vec::new() };
-    for name in &order {
-        let found = known.iter().find(|provider| provider.name == *name);
-        match refusal(wish, *name, found) {
-            Some(reason) => plan.rejected.push(RejectedCandidate { provider: *name, reason }),
+    let mut rejections = Vec::new();
+    for provider in preference(request, providers) {
+        let name = provider.facts.name;
+        match rejection(request, provider) {
+            Some(rejection) => {
+                plan.rejected.push(RejectedCandidate { provider: name, reason: rejection.reason() });
+                rejections.push(rejection);
+            }
             None => {
-                let reason = reason(wish, *name, &plan.rejected);
-                plan.candidates.push(Candidate { provider: *name, reason });
+                let reason = reason(request, name, &plan.rejected);
+                plan.candidates.push(Candidate { provider: name, reason });
             }
         }
     }
     if plan.candidates.is_empty() {
-        return Err(nothing_fits(wish, &plan.rejected));
+        return Err(no_candidate(request, &rejections, &plan.rejected));
     }
     Ok(plan)
 }
 
-/// Whether two providers see each other's sandboxes: containers of both kinds are on one engine.
-pub(crate) fn share_sandboxes(one: ProviderName, other: ProviderName) -> bool {
-    let is_container = |name| matches!(name, ProviderName::Gvisor | ProviderName::Docker);
-    one == other || is_container(one) && is_container(other)
+/// The providers that the request admits, best first.
+fn preference(request: PlacementRequest, providers: &[ProviderState]) -> Vec<&ProviderState> {
+    if let Some(name) = request.provider.explicit() {
+        return providers.iter().filter(|provider| provider.facts.name == name).collect();
+    }
+    let rank =
+        |provider: &ProviderState| provider.facts.ranks.get(request.container_type, request.deployment);
+    let mut ranked: Vec<&ProviderState> =
+        providers.iter().filter(|provider| rank(provider).is_some()).collect();
+    ranked.sort_by_key(|provider| (rank(provider), provider.facts.name));
+    ranked
 }
 
-/// All providers that come into question, best first.
-fn preference(wish: Wish) -> Vec<ProviderName> {
-    use ProviderName::{Docker, E2b, Firecracker, Gvisor};
-    if let Some(name) = wish.provider.explicit() {
-        return vec![name];
+fn rejection(request: PlacementRequest, provider: &ProviderState) -> Option<Rejection> {
+    let isolation = provider.facts.isolation;
+    match &provider.availability {
+        Availability::Absent => Some(Rejection::Absent(provider.facts.absence)),
+        _ if request.security == SecurityLevel::High && isolation != IsolationLevel::Microvm => {
+            Some(Rejection::TooWeak(isolation))
+        }
+        Availability::Unhealthy(problem) => Some(Rejection::Unhealthy(problem.clone())),
+        Availability::Healthy => None,
     }
-    match (wish.container_type, wish.deployment) {
-        (ContainerType::McpServer, _) => vec![Gvisor, Firecracker, Docker],
-        (ContainerType::AgentWorkspace, DeploymentMode::Managed) => vec![E2b, Firecracker, Gvisor, Docker],
-        (ContainerType::AgentWorkspace, DeploymentMode::SelfHosted) => vec![Firecracker, Gvisor, E2b, Docker],
-    }
-}
-
-fn refusal(wish: Wish, name: ProviderName, known: Option<&Known>) -> Option<String> {
-    let Some(known) = known else {
-        return Some(
-            match name {
-                ProviderName::Firecracker => "not installed on this server",
-                ProviderName::E2b => "E2B API key not configured",
-                ProviderName::Gvisor => "turned off by the configuration",
-                ProviderName::Docker => {
-                    "plain Docker is not allowed by the configuration (providers.allow_docker)"
-                }
-            }
-            .to_owned(),
-        );
-    };
-    if wish.security == SecurityLevel::High && known.isolation != IsolationLevel::Microvm {
-        return Some(format!("security_level high needs a microVM; this is {}", describe(known.isolation)));
-    }
-    known.problem.clone()
 }
 
 fn describe(isolation: IsolationLevel) -> &'static str {
@@ -126,8 +151,8 @@ fn describe(isolation: IsolationLevel) -> &'static str {
     }
 }
 
-fn reason(wish: Wish, name: ProviderName, rejected: &[RejectedCandidate]) -> String {
-    if wish.provider.explicit().is_some() {
+fn reason(request: PlacementRequest, name: ProviderName, rejected: &[RejectedCandidate]) -> String {
+    if request.provider.explicit().is_some() {
         return format!("{name} was asked for");
     }
     let better: Vec<String> = rejected
@@ -140,17 +165,19 @@ fn reason(wish: Wish, name: ProviderName, rejected: &[RejectedCandidate]) -> Str
     format!("{name} is the best there is here: {}", better.join(", "))
 }
 
-fn nothing_fits(wish: Wish, rejected: &[RejectedCandidate]) -> ErrorDetail {
+fn no_candidate(
+    request: PlacementRequest,
+    rejections: &[Rejection],
+    rejected: &[RejectedCandidate],
+) -> ErrorDetail {
     let each: Vec<String> =
         rejected.iter().map(|candidate| format!("{}: {}", candidate.provider, candidate.reason)).collect();
-    let isolation = rejected.iter().any(|candidate| candidate.reason.starts_with("security_level"));
-    let code = if isolation || wish.provider == ProviderChoice::Docker {
-        ErrorCode::Unacceptable
-    } else {
-        ErrorCode::Unavailable
-    };
-    let message = match (wish.provider.explicit(), each.as_slice()) {
-        (Some(_), [only]) => format!("the provider that was asked for can't be used: {only}"),
+    let is_explicit = request.provider.explicit().is_some();
+    let is_too_weak = rejections.iter().any(|rejection| matches!(rejection, Rejection::TooWeak(_)));
+    let is_refused = is_explicit && rejections.iter().all(Rejection::is_permanent);
+    let code = if is_too_weak || is_refused { ErrorCode::Unacceptable } else { ErrorCode::Unavailable };
+    let message = match each.as_slice() {
+        [only] if is_explicit => format!("the provider that was asked for can't be used: {only}"),
         _ => format!("no provider can take this workspace: {}", each.join("; ")),
     };
     ErrorDetail::new(code, message).with_details(serde_json::json!({ "candidates": rejected }))
@@ -162,35 +189,41 @@ mod tests {
     use proptest::sample::select;
 
     use super::*;
+    use emergent_providers::{ProviderTable, Ranks};
 
     use ProviderName::{Docker, E2b, Firecracker, Gvisor};
 
-    fn known(name: ProviderName, problem: Option<&str>) -> Known {
-        let isolation = match name {
-            ProviderName::Firecracker | ProviderName::E2b => IsolationLevel::Microvm,
-            ProviderName::Gvisor => IsolationLevel::ApplicationKernel,
-            ProviderName::Docker => IsolationLevel::Container,
+    /// The standard table, of which the server has these providers; those with a problem are unhealthy.
+    fn having(enabled: &[(ProviderName, Option<&str>)]) -> Vec<ProviderState> {
+        let state = |facts: &ProviderFacts| {
+            let found = enabled.iter().find(|(name, _)| *name == facts.name);
+            let availability = match found {
+                None => Availability::Absent,
+                Some((_, None)) => Availability::Healthy,
+                Some((_, Some(problem))) => Availability::Unhealthy((*problem).to_owned()),
+            };
+            ProviderState { facts: *facts, availability }
         };
-        Known { name, isolation, problem: problem.map(str::to_owned) }
+        ProviderTable::standard().facts().map(state).collect()
     }
 
-    const AUTO: Wish = Wish {
+    const AUTO: PlacementRequest = PlacementRequest {
         container_type: ContainerType::AgentWorkspace,
         provider: ProviderChoice::Auto,
         deployment: DeploymentMode::SelfHosted,
         security: SecurityLevel::Standard,
     };
-    const MANAGED: Wish = Wish { deployment: DeploymentMode::Managed, ..AUTO };
-    const SERVER: Wish = Wish { container_type: ContainerType::McpServer, ..AUTO };
+    const MANAGED: PlacementRequest = PlacementRequest { deployment: DeploymentMode::Managed, ..AUTO };
+    const SERVER: PlacementRequest = PlacementRequest { container_type: ContainerType::McpServer, ..AUTO };
 
     /// The order in which providers are tried.
-    fn order(wish: Wish, known: &[Known]) -> Vec<ProviderName> {
-        plan(wish, known).unwrap().candidates.iter().map(|candidate| candidate.provider).collect()
+    fn order(request: PlacementRequest, providers: &[ProviderState]) -> Vec<ProviderName> {
+        plan(request, providers).unwrap().candidates.iter().map(|candidate| candidate.provider).collect()
     }
 
     #[test]
     fn self_hosted_deployment_with_kvm_available() {
-        let all = [known(Firecracker, None), known(Gvisor, None)];
+        let all = having(&[(Firecracker, None), (Gvisor, None)]);
         assert_eq!(order(AUTO, &all), [Firecracker, Gvisor]);
         let reason = plan(AUTO, &all).unwrap().candidates.remove(0).reason;
         assert_eq!(reason, "firecracker is the first choice for this kind of workspace");
@@ -198,7 +231,7 @@ mod tests {
 
     #[test]
     fn self_hosted_deployment_without_kvm() {
-        let all = [known(Firecracker, Some("KVM not available")), known(Gvisor, None)];
+        let all = having(&[(Firecracker, Some("KVM not available")), (Gvisor, None)]);
         let plan = plan(AUTO, &all).unwrap();
         assert_eq!(plan.candidates.len(), 1);
         assert_eq!(plan.candidates[0].provider, Gvisor);
@@ -208,7 +241,7 @@ mod tests {
 
     #[test]
     fn managed_deployment_with_e2b_configured() {
-        let all = [known(Firecracker, None), known(Gvisor, None), known(E2b, None)];
+        let all = having(&[(Firecracker, None), (Gvisor, None), (E2b, None)]);
         assert_eq!(order(MANAGED, &all), [E2b, Firecracker, Gvisor]);
         // On one's own machines the cloud comes last.
         assert_eq!(order(AUTO, &all), [Firecracker, Gvisor, E2b]);
@@ -216,40 +249,40 @@ mod tests {
 
     #[test]
     fn managed_deployment_without_e2b() {
-        let all = [known(Firecracker, None), known(Gvisor, None)];
+        let all = having(&[(Firecracker, None), (Gvisor, None)]);
         assert_eq!(order(MANAGED, &all), [Firecracker, Gvisor]);
-        assert_eq!(order(MANAGED, &all[1..]), [Gvisor]);
+        assert_eq!(order(MANAGED, &having(&[(Gvisor, None)])), [Gvisor]);
         let rejected = plan(MANAGED, &all).unwrap().rejected;
         assert!(rejected.iter().any(|one| one.provider == E2b && one.reason.contains("API key")));
     }
 
     #[test]
     fn agent_workspace_defaults_to_firecracker() {
-        let all = [known(Gvisor, None), known(Docker, None), known(Firecracker, None)];
+        let all = having(&[(Gvisor, None), (Docker, None), (Firecracker, None)]);
         assert_eq!(order(AUTO, &all), [Firecracker, Gvisor, Docker]);
     }
 
     #[test]
     fn mcp_server_defaults_to_gvisor() {
-        let all = [known(Firecracker, None), known(Gvisor, None), known(E2b, None)];
+        let all = having(&[(Firecracker, None), (Gvisor, None), (E2b, None)]);
         assert_eq!(order(SERVER, &all), [Gvisor, Firecracker]);
     }
 
     #[test]
     fn default_mcp_server_creation_uses_gvisor() {
-        let all = [known(Firecracker, None), known(Gvisor, None)];
+        let all = having(&[(Firecracker, None), (Gvisor, None)]);
         assert_eq!(order(SERVER, &all)[0], Gvisor);
         assert_eq!(order(AUTO, &all)[0], Firecracker);
     }
 
-    fn any_wish() -> impl Strategy<Value = Wish> {
+    fn any_request() -> impl Strategy<Value = PlacementRequest> {
         (
             select(ContainerType::ALL),
             select(ProviderChoice::ALL),
             select(DeploymentMode::ALL),
             select(SecurityLevel::ALL),
         )
-            .prop_map(|(container_type, provider, deployment, security)| Wish {
+            .prop_map(|(container_type, provider, deployment, security)| PlacementRequest {
                 container_type,
                 provider,
                 deployment,
@@ -257,52 +290,108 @@ mod tests {
             })
     }
 
-    fn any_known() -> impl Strategy<Value = Vec<Known>> {
-        prop::collection::vec(prop::option::of(any::<bool>()), 4).prop_map(|states| {
-            let states = ProviderName::ALL.iter().zip(states);
-            states
-                .filter_map(|(name, state)| {
-                    state.map(|healthy| known(*name, (!healthy).then_some("is down")))
-                })
-                .collect()
+    /// Any table: each name with facts of its own, which have nothing to do with the name.
+    fn any_providers() -> impl Strategy<Value = Vec<ProviderState>> {
+        let rank = || prop::option::of(any::<u8>());
+        let facts = (select(IsolationLevel::ALL), rank(), rank(), rank(), any::<bool>());
+        let availability = prop_oneof![
+            Just(Availability::Healthy),
+            Just(Availability::Unhealthy("is down".to_owned())),
+            Just(Availability::Absent),
+        ];
+        prop::collection::vec((facts, availability), ProviderName::ALL.len()).prop_map(|states| {
+            let state = |(name, (facts, availability)): (&ProviderName, ((_, _, _, _, bool), _))| {
+                let (isolation, mcp_server, self_hosted, managed, is_forbidden) = facts;
+                let absence = if is_forbidden { Absence::NotAllowed } else { Absence::NotConfigured };
+                let facts = ProviderFacts {
+                    name: *name,
+                    isolation,
+                    ranks: Ranks { mcp_server, self_hosted, managed },
+                    requires: &[],
+                    sandbox_scope: name.as_str(),
+                    absence: absence("is absent"),
+                };
+                ProviderState { facts, availability }
+            };
+            ProviderName::ALL.iter().zip(states).map(state).collect()
         })
+    }
+
+    fn state_of(name: ProviderName, providers: &[ProviderState]) -> &ProviderState {
+        providers.iter().find(|provider| provider.facts.name == name).unwrap()
     }
 
     proptest! {
         #[test]
-        fn an_explicit_provider_never_falls_back(wish in any_wish(), known in any_known()) {
-            if let (Some(name), Ok(plan)) = (wish.provider.explicit(), plan(wish, &known)) {
+        fn an_explicit_provider_never_falls_back(request in any_request(), providers in any_providers()) {
+            if let (Some(name), Ok(plan)) = (request.provider.explicit(), plan(request, &providers)) {
                 prop_assert_eq!(plan.candidates.len(), 1);
                 prop_assert_eq!(plan.candidates[0].provider, name);
             }
         }
 
         #[test]
-        fn an_unhealthy_provider_is_never_chosen(wish in any_wish(), known in any_known()) {
-            if let Ok(plan) = plan(wish, &known) {
+        fn only_healthy_providers_are_chosen(request in any_request(), providers in any_providers()) {
+            if let Ok(plan) = plan(request, &providers) {
                 for candidate in plan.candidates {
-                    let provider = known.iter().find(|provider| provider.name == candidate.provider);
-                    prop_assert!(provider.is_some_and(|provider| provider.problem.is_none()));
+                    let state = state_of(candidate.provider, &providers);
+                    prop_assert_eq!(&state.availability, &Availability::Healthy);
                 }
             }
         }
 
         #[test]
-        fn high_security_is_never_below_a_microvm(wish in any_wish(), known in any_known()) {
-            if wish.security == SecurityLevel::High && let Ok(plan) = plan(wish, &known) {
+        fn high_security_is_never_below_a_microvm(request in any_request(), providers in any_providers()) {
+            if request.security == SecurityLevel::High && let Ok(plan) = plan(request, &providers) {
                 for candidate in plan.candidates {
-                    prop_assert!(matches!(candidate.provider, ProviderName::Firecracker | ProviderName::E2b));
+                    let facts = state_of(candidate.provider, &providers).facts;
+                    prop_assert_eq!(facts.isolation, IsolationLevel::Microvm);
                 }
             }
         }
 
         #[test]
-        fn the_same_input_gives_the_same_plan_and_names_everybody(wish in any_wish(), known in any_known()) {
-            let (first, second) = (plan(wish, &known), plan(wish, &known));
+        fn candidates_are_in_the_order_of_their_ranks(request in any_request(), providers in any_providers()) {
+            if request.provider == ProviderChoice::Auto && let Ok(plan) = plan(request, &providers) {
+                let rank = |candidate: &Candidate| {
+                    let ranks = state_of(candidate.provider, &providers).facts.ranks;
+                    ranks.get(request.container_type, request.deployment)
+                };
+                let ranks: Vec<Option<u8>> = plan.candidates.iter().map(rank).collect();
+                prop_assert!(ranks.is_sorted() && ranks.iter().all(Option::is_some), "{:?}", ranks);
+            }
+        }
+
+        #[test]
+        fn the_same_input_gives_the_same_plan_and_names_every_admitted_provider(
+            request in any_request(),
+            providers in any_providers(),
+        ) {
+            let (first, second) = (plan(request, &providers), plan(request, &providers));
             prop_assert_eq!(&first, &second);
             if let Ok(plan) = first {
                 let named = plan.candidates.len() + plan.rejected.len();
-                prop_assert_eq!(named, preference(wish).len());
+                prop_assert_eq!(named, preference(request, &providers).len());
+            }
+        }
+
+        /// A retry can help only if no permanent rejection stands in the way.
+        #[test]
+        fn a_request_that_can_never_succeed_is_unacceptable(
+            request in any_request(),
+            providers in any_providers(),
+        ) {
+            let Some(name) = request.provider.explicit() else { return Ok(()) };
+            let state = state_of(name, &providers);
+            let is_forbidden = matches!(state.facts.absence, Absence::NotAllowed(_));
+            let is_too_weak =
+                request.security == SecurityLevel::High && state.facts.isolation != IsolationLevel::Microvm;
+            let expected = match state.availability {
+                Availability::Absent => is_forbidden,
+                Availability::Healthy | Availability::Unhealthy(_) => is_too_weak,
+            };
+            if let Err(error) = plan(request, &providers) {
+                prop_assert_eq!(error.code == ErrorCode::Unacceptable, expected, "{:?}", error);
             }
         }
     }

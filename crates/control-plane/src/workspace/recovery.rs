@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use emergent_providers::{Observed, ObservedState, SharedProvider};
+use emergent_providers::{Observed, ObservedState, ProviderTable, SharedProvider};
 use emergent_store::WorkspaceRecord;
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
@@ -19,7 +19,6 @@ use super::connections::Connections;
 use super::context::Context;
 use super::error::Result;
 use super::lifecycle::Lifecycle;
-use super::placement;
 use super::quarantine::Quarantine;
 use super::snapshots::Snapshots;
 
@@ -64,6 +63,7 @@ pub(crate) fn plan(
     rows: &[Row],
     spares: &HashSet<WorkspaceId>,
     observed: &HashMap<ProviderName, Vec<Observed>>,
+    table: &ProviderTable,
 ) -> Vec<Step> {
     let in_state = |states: &[ObservedState]| -> HashSet<WorkspaceId> {
         let found = observed.values().flatten().filter(|found| states.contains(&found.state));
@@ -90,7 +90,7 @@ pub(crate) fn plan(
         .collect();
     found.sort_unstable();
     let for_sandboxes = found.into_iter().filter_map(|(provider, id)| match known.get(&id) {
-        Some(row) => is_elsewhere(row, provider).then_some(Step::Reap(provider, id)),
+        Some(row) => is_elsewhere(row, provider, table).then_some(Step::Reap(provider, id)),
         // Two providers may list the same sandbox.
         None => (!spares.contains(&id) && orphans.insert(id)).then_some(Step::Quarantine(provider, id)),
     });
@@ -98,9 +98,9 @@ pub(crate) fn plan(
 }
 
 /// Whether a workspace that has been made is not among the sandboxes of a provider.
-fn is_elsewhere(row: &Row, provider: ProviderName) -> bool {
+fn is_elsewhere(row: &Row, provider: ProviderName, table: &ProviderTable) -> bool {
     let made = row.status != WorkspaceStatus::Creating;
-    made && row.provider.is_some_and(|own| !placement::share_sandboxes(own, provider))
+    made && row.provider.is_some_and(|own| !table.share_sandboxes(own, provider))
 }
 
 /// Runs recovery passes.
@@ -158,7 +158,7 @@ impl Recovery {
                 return;
             }
         };
-        let mut steps = plan(&rows, &spares, &observed);
+        let mut steps = plan(&rows, &spares, &observed, self.context.providers.table());
         // An orphan is left alone for a while: whoever put the wrong database back can put the right one back.
         steps.retain(|step| match step {
             Step::Quarantine(provider, id) => self.quarantine.is_due(*provider, id.0),
@@ -290,6 +290,15 @@ mod tests {
     use proptest::sample::select;
 
     use super::*;
+
+    /// The plan with the providers of this version.
+    fn plan(
+        rows: &[Row],
+        spares: &HashSet<WorkspaceId>,
+        observed: &HashMap<ProviderName, Vec<Observed>>,
+    ) -> Vec<Step> {
+        super::plan(rows, spares, observed, &ProviderTable::standard())
+    }
 
     fn row(status: WorkspaceStatus) -> Row {
         let provider = Some(ProviderName::Gvisor);

@@ -24,7 +24,7 @@ use super::engine_error::{EngineError, ignore_not_found};
 use super::stream::Attached;
 
 /// The variable with the engine's address. Without it the engine listens at the usual socket.
-pub const DOCKER_HOST_VARIABLE: &str = "DOCKER_HOST";
+const DOCKER_HOST_VARIABLE: &str = "DOCKER_HOST";
 /// Time limit of questions.
 pub(super) const ASK: Duration = Duration::from_secs(15);
 /// Time limit of calls that start or stop something.
@@ -32,7 +32,7 @@ pub(super) const ACT: Duration = Duration::from_secs(90);
 
 /// A connection to the engine. Clones share it.
 #[derive(Clone)]
-pub struct Engine {
+pub(crate) struct Engine {
     /// The connection before the version of the API is negotiated.
     unversioned: Docker,
     /// The connection that speaks the newest version that both sides know.
@@ -63,7 +63,7 @@ pub(crate) struct ContainerEntry {
 
 impl Engine {
     /// A connection to the engine at `host`, else at `DOCKER_HOST`, else at the usual socket. Does not connect yet.
-    pub fn open(host: Option<&str>) -> Result<Self, EngineError> {
+    pub(crate) fn open(host: Option<&str>) -> Result<Self, EngineError> {
         let variable = std::env::var(DOCKER_HOST_VARIABLE).ok().filter(|host| !host.is_empty());
         let host = host.map(str::to_owned).or(variable);
         let seconds = ACT.as_secs();
@@ -94,7 +94,7 @@ impl Engine {
     }
 
     /// The engine's description of itself and its host.
-    pub async fn info(&self) -> Result<SystemInfo, EngineError> {
+    pub(crate) async fn info(&self) -> Result<SystemInfo, EngineError> {
         within(ASK, self.docker().await?.info()).await
     }
 
@@ -104,7 +104,7 @@ impl Engine {
     }
 
     /// The digest of an image.
-    pub async fn image_id(&self, image: &str) -> Result<String, EngineError> {
+    pub(crate) async fn image_id(&self, image: &str) -> Result<String, EngineError> {
         let found = within(ASK, self.docker().await?.inspect_image(image)).await?;
         found.id.ok_or_else(|| EngineError::Other(format!("the image {image} has no id")))
     }

@@ -9,7 +9,7 @@ use super::engine::ACT;
 
 /// The reason why the engine did not do something.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum EngineError {
+pub(crate) enum EngineError {
     /// The engine does not answer.
     #[error("the Docker engine does not answer ({0}): start it, or set DOCKER_HOST to where it listens")]
     Unreachable(String),

@@ -1,13 +1,11 @@
 //! What the container providers of one installation share: the engine, the network, the disks, the guest agent.
 
-use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use bollard::models::SystemInfo;
 use emergent_host::network::host_nameservers;
-use emergent_host::room::RoomRules;
 use emergent_wire::id::InstallationId;
 
 use super::LABEL_INSTALLATION;
@@ -19,26 +17,10 @@ use super::images::DockerImages;
 use super::legacy_guest::{self, SharedDirectory};
 use super::network::Network;
 use crate::error::ProviderError;
-
-/// How to reach the engine and where to keep things.
-#[derive(Clone, Debug)]
-pub struct ContainerOptions {
-    /// Who owns what is made.
-    pub installation: InstallationId,
-    /// Where disks and the guest agent's image are kept.
-    pub data_dir: PathBuf,
-    /// The engine's address; `DOCKER_HOST` or the usual socket unless given.
-    pub docker_host: Option<String>,
-    /// The name servers that sandboxes use; the host's unless given.
-    pub nameservers: Vec<IpAddr>,
-    /// The image of the container that shows whether containers start.
-    pub probe_image: String,
-    /// How much of the host's disk sandboxes may have.
-    pub room: RoomRules,
-}
+use crate::settings::ProviderSettings;
 
 /// An engine, with what an installation keeps for its containers.
-pub struct ContainerHost {
+pub(crate) struct ContainerHost {
     pub(super) installation: InstallationId,
     pub(super) engine: Engine,
     pub(super) images: DockerImages,
@@ -55,29 +37,30 @@ pub struct ContainerHost {
 }
 
 impl ContainerHost {
-    /// The engine that the options name. Nothing is asked of it yet.
-    pub fn open(options: &ContainerOptions) -> Result<Arc<Self>, ProviderError> {
-        let engine = Engine::open(options.docker_host.as_deref())
+    /// Prepares disks and guest agent. Does not connect to the engine yet.
+    pub(crate) fn open(settings: &ProviderSettings) -> Result<Arc<Self>, ProviderError> {
+        let engine = Engine::open(settings.docker_host.as_deref())
             .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
-        let disks = Disks::open(&options.data_dir, options.room);
-        let guest =
-            disks.is_ok().then(|| GuestImage::install(&options.data_dir.join("guest"), options.installation));
+        let disks = Disks::open(&settings.data_dir, settings.room);
+        let guest = disks
+            .is_ok()
+            .then(|| GuestImage::install(&settings.data_dir.join("guest"), settings.installation));
         let guest = guest
             .transpose()
             .map_err(|error| ProviderError::failed("making the guest agent's image", error))?;
-        let shared = heal_shared_directories(&options.data_dir.join("guest"))
+        let shared = heal_shared_directories(&settings.data_dir.join("guest"))
             .map_err(|error| ProviderError::failed("checking the guest agent of an older version", error))?;
         let nameservers =
-            if options.nameservers.is_empty() { host_nameservers() } else { options.nameservers.clone() };
+            if settings.nameservers.is_empty() { host_nameservers() } else { settings.nameservers.clone() };
         Ok(Arc::new(Self {
-            installation: options.installation,
-            images: DockerImages::of(engine.clone(), options.installation, &options.data_dir),
+            installation: settings.installation,
+            images: DockerImages::of(engine.clone(), settings.installation, &settings.data_dir),
             engine,
             guest,
             shared: Mutex::new(shared),
             disks,
-            probe_image: options.probe_image.clone(),
-            network: Network::new(options.installation, nameservers),
+            probe_image: settings.probe_image.clone(),
+            network: Network::new(settings.installation, nameservers),
             host_cpus: AtomicU32::new(0),
             engine_directory: OnceLock::new(),
         }))

@@ -11,6 +11,7 @@ mod disk;
 mod disk_watch;
 mod engine;
 mod engine_error;
+mod entries;
 mod firewall;
 mod guest_files;
 mod guest_image;
@@ -30,11 +31,9 @@ mod start;
 mod state;
 mod stream;
 
-pub use engine::{DOCKER_HOST_VARIABLE, Engine};
-pub use engine_error::EngineError;
-pub use host::{ContainerHost, ContainerOptions};
+pub(crate) use entries::{docker_entry, gvisor_entry};
+pub(crate) use host::ContainerHost;
 pub use images::DockerImages;
-pub use provider::{ContainerProvider, GVISOR_MISSING, Runtime};
 
 /// Names the installation that owns a container, volume or network.
 pub(crate) const LABEL_INSTALLATION: &str = "emergent.installation";

@@ -9,11 +9,12 @@ use std::time::Instant;
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_host::cpu_group::CpuGroup;
-use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, NetworkMode, ProviderName};
+use emergent_wire::workspace::{Capabilities, DiskQuota, NetworkMode, ProviderName};
 use emergent_wire::{SnapshotId, WorkspaceId};
 
 use super::disk_watch::RootLayer;
 use super::engine_error::EngineError;
+use super::entries::{DOCKER, GVISOR};
 use super::host::ContainerHost;
 use super::name_of;
 use super::oom::KillCounter;
@@ -23,15 +24,16 @@ use crate::image::{ImageProgram, ImageSource as _};
 use crate::provider::{Health, WorkspaceProvider, configure_agent};
 use crate::sandbox::{DiskUse, Observed, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
 use crate::start_history::StartHistory;
+use crate::table::ProviderFacts;
 
 /// The message for an engine that can't run gVisor containers.
-pub const GVISOR_MISSING: &str = "gVisor runtime not available";
+const GVISOR_MISSING: &str = "gVisor runtime not available";
 /// The engine's name for gVisor's runtime.
 pub(super) const RUNSC: &str = "runsc";
 
 /// The OCI runtime of the containers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Runtime {
+pub(super) enum Runtime {
     /// gVisor's application kernel.
     Gvisor,
     /// The engine's default runtime, on the host's kernel.
@@ -39,7 +41,7 @@ pub enum Runtime {
 }
 
 /// Containers on a Docker engine.
-pub struct ContainerProvider {
+pub(super) struct ContainerProvider {
     pub(super) runtime: Runtime,
     pub(super) host: Arc<ContainerHost>,
     pub(super) starts: StartHistory,
@@ -68,13 +70,20 @@ impl Deref for ContainerProvider {
 
 impl ContainerProvider {
     /// A provider of containers on one runtime. Does not connect to the engine yet.
-    pub fn new(runtime: Runtime, host: &Arc<ContainerHost>) -> Self {
+    pub(super) fn new(runtime: Runtime, host: &Arc<ContainerHost>) -> Self {
         Self {
             runtime,
             host: Arc::clone(host),
             starts: StartHistory::default(),
             probing: tokio::sync::Mutex::default(),
             running: RunningContainers::default(),
+        }
+    }
+
+    fn facts(&self) -> &'static ProviderFacts {
+        match self.runtime {
+            Runtime::Gvisor => &GVISOR,
+            Runtime::Plain => &DOCKER,
         }
     }
 
@@ -135,24 +144,17 @@ pub(super) fn no_image(image: &str) -> ProviderError {
 #[async_trait]
 impl WorkspaceProvider for ContainerProvider {
     fn name(&self) -> ProviderName {
-        match self.runtime {
-            Runtime::Gvisor => ProviderName::Gvisor,
-            Runtime::Plain => ProviderName::Docker,
-        }
+        self.facts().name
     }
 
     fn capabilities(&self) -> Capabilities {
-        let (isolation, requires) = match self.runtime {
-            Runtime::Gvisor => (IsolationLevel::ApplicationKernel, vec!["docker", "runsc"]),
-            Runtime::Plain => (IsolationLevel::Container, vec!["docker"]),
-        };
         Capabilities {
-            isolation,
+            isolation: self.facts().isolation,
             persistence: true,
             snapshots: self.disks.is_ok(),
             memory_snapshots: false,
             warm_pool: true,
-            requires: requires.into_iter().map(str::to_owned).collect(),
+            requires: self.facts().requires(),
             disk_quota: self.disk_quota(),
             startup_latency_ms: self.starts.median_ms(),
         }

@@ -9,4 +9,4 @@ mod images;
 mod provider;
 
 pub use client::{Client as ManagerClient, MANAGER_TOKEN_FILE};
-pub use provider::{FirecrackerOptions, FirecrackerProvider};
+pub(crate) use provider::entry;

@@ -1,6 +1,5 @@
 //! The provider itself.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -14,7 +13,6 @@ use emergent_wire::manager::{
 };
 use emergent_wire::workspace::{Capabilities, DiskQuota, IsolationLevel, ProviderName};
 use emergent_wire::{SnapshotId, WorkspaceId};
-use secrecy::SecretString;
 
 use super::client::Client;
 use super::images::MachineImages;
@@ -22,25 +20,35 @@ use crate::error::ProviderError;
 use crate::image::{ImageProgram, ImageSource};
 use crate::provider::{Health, WorkspaceProvider, configure_agent};
 use crate::sandbox::{Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
+use crate::settings::FirecrackerSettings;
 use crate::start_history::StartHistory;
+use crate::table::{Absence, ProviderEntry, ProviderFacts, Ranks};
 
-/// How to reach a manager, and where images come from.
-#[derive(Clone)]
-pub struct FirecrackerOptions {
-    /// Who owns what is made.
-    pub installation: InstallationId,
-    /// Where the manager listens: `unix:/path`, `https://host:port` or `http://host:port`.
-    pub url: String,
-    /// The manager's token; one on this host keeps it beside its socket.
-    pub token: Option<SecretString>,
-    /// A certificate that the manager's is checked against, instead of those that the host trusts.
-    pub ca_certificate: Option<PathBuf>,
-    /// The source of root file systems.
-    pub images: Arc<dyn ImageSource>,
+const FACTS: ProviderFacts = ProviderFacts {
+    name: ProviderName::Firecracker,
+    isolation: IsolationLevel::Microvm,
+    ranks: Ranks { mcp_server: Some(20), self_hosted: Some(10), managed: Some(20) },
+    requires: &["kvm", "firecracker"],
+    sandbox_scope: "firecracker",
+    absence: Absence::NotConfigured("not installed on this server"),
+};
+
+/// The table's entry of the Firecracker provider.
+pub(crate) fn entry() -> ProviderEntry {
+    ProviderEntry {
+        facts: FACTS,
+        open: Arc::new(|context| {
+            let Some(manager) = &context.firecracker else {
+                return Ok(None);
+            };
+            let images = Arc::new(context.images()?);
+            Ok(Some(Arc::new(FirecrackerProvider::new(context.installation, manager, images)?)))
+        }),
+    }
 }
 
 /// MicroVMs of a manager.
-pub struct FirecrackerProvider {
+struct FirecrackerProvider {
     installation: InstallationId,
     client: Client,
     images: MachineImages,
@@ -61,13 +69,16 @@ fn snapshot(id: SnapshotId) -> String {
 }
 
 impl FirecrackerProvider {
-    /// A provider on the manager that the options name. Nothing is asked of it yet.
-    pub fn new(options: &FirecrackerOptions) -> Result<Self, ProviderError> {
-        let client = Client::new(&options.url, options.token.clone(), options.ca_certificate.as_deref());
-        let client =
-            client.map_err(|error| ProviderError::failed("the address of the Firecracker manager", error))?;
-        let images = MachineImages { source: Arc::clone(&options.images) };
-        Ok(Self { installation: options.installation, client, images, starts: StartHistory::default() })
+    /// A provider on a manager. Does not connect to it yet.
+    fn new(
+        installation: InstallationId,
+        manager: &FirecrackerSettings,
+        images: Arc<dyn ImageSource>,
+    ) -> Result<Self, ProviderError> {
+        let client = Client::new(&manager.url, manager.token.clone(), manager.ca_certificate.as_deref())
+            .map_err(|error| ProviderError::failed("the address of the Firecracker manager", error))?;
+        let images = MachineImages { source: images };
+        Ok(Self { installation, client, images, starts: StartHistory::default() })
     }
 
     /// A channel to a microVM that runs, configured.
@@ -103,17 +114,17 @@ impl FirecrackerProvider {
 #[async_trait]
 impl WorkspaceProvider for FirecrackerProvider {
     fn name(&self) -> ProviderName {
-        ProviderName::Firecracker
+        FACTS.name
     }
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            isolation: IsolationLevel::Microvm,
+            isolation: FACTS.isolation,
             persistence: true,
             snapshots: true,
             memory_snapshots: true,
             warm_pool: true,
-            requires: ["kvm", "firecracker"].map(str::to_owned).to_vec(),
+            requires: FACTS.requires(),
             disk_quota: DiskQuota::Enforced,
             startup_latency_ms: self.starts.median_ms(),
         }

@@ -14,7 +14,7 @@ use super::Creator;
 use super::checkout::checkout;
 use crate::workspace::error::{CheckoutError, Result, WorkspaceError};
 use crate::workspace::live::SandboxConnection;
-use crate::workspace::placement::{self, Candidate};
+use crate::workspace::placement::Candidate;
 
 /// The attempts of one creation.
 pub(super) struct Attempts<'a> {
@@ -48,7 +48,9 @@ impl<'a> Attempts<'a> {
 
     /// Whether a failed attempt may have left something that this provider sees.
     pub(super) fn has_remains_on(&self, provider: ProviderName) -> bool {
-        self.remains.as_ref().is_some_and(|(other, _)| placement::share_sandboxes(provider, *other))
+        self.remains.as_ref().is_some_and(|(other, _)| {
+            self.creator.context.providers.table().share_sandboxes(provider, *other)
+        })
     }
 
     /// Binds a claimed spare to the workspace.

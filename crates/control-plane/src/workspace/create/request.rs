@@ -13,13 +13,13 @@ use emergent_wire::{Validate as _, WorkspaceId};
 
 use crate::config::WorkspaceSettings;
 use crate::workspace::error::{Result, SnapshotError, WorkspaceError};
-use crate::workspace::placement::Wish;
+use crate::workspace::placement::PlacementRequest;
 
 /// A request with all defaults filled in.
 pub(super) struct Order {
     pub(super) new: NewWorkspace,
     pub(super) environment: BTreeMap<String, String>,
-    pub(super) wish: Wish,
+    pub(super) wish: PlacementRequest,
     /// Whether a spare may be its sandbox.
     pub(super) may_be_warm: bool,
 }
@@ -38,7 +38,7 @@ impl Order {
             return Err(WorkspaceError::CreatesMcpServer);
         }
         let deployment = request.deployment_mode.unwrap_or(settings.deployment_mode);
-        let wish = Wish {
+        let wish = PlacementRequest {
             container_type,
             provider: request.provider.unwrap_or(ProviderChoice::Auto),
             deployment,
@@ -70,7 +70,7 @@ impl Order {
         let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
         limits.validate()?;
         let config = serde_json::to_value(McpConfig::from(&request)).map_err(WorkspaceError::Unwritable)?;
-        let wish = Wish {
+        let wish = PlacementRequest {
             container_type: ContainerType::McpServer,
             provider: request.provider.unwrap_or(ProviderChoice::Auto),
             deployment: settings.deployment_mode,
@@ -110,7 +110,7 @@ impl Order {
         if requested < actual {
             return Err(SnapshotError::SmallerDisk { requested, actual }.into());
         }
-        let wish = Wish {
+        let wish = PlacementRequest {
             container_type: ContainerType::AgentWorkspace,
             provider: snapshot.provider.into(),
             deployment: settings.deployment_mode,

@@ -35,7 +35,7 @@ use super::context::Context;
 use super::error::Result;
 use super::health::ProviderHealth;
 use super::live::SandboxConnection;
-use super::placement::{self, Wish};
+use super::placement::{self, PlacementRequest};
 
 use plan::Wanted;
 
@@ -187,7 +187,7 @@ impl Pool {
 
     /// The provider that a request without further wishes would get.
     fn provider_for(&self, provider: ProviderChoice) -> Result<ProviderName, String> {
-        let wish = Wish {
+        let wish = PlacementRequest {
             container_type: ContainerType::AgentWorkspace,
             provider,
             deployment: self.context.settings.workspaces.deployment_mode,
