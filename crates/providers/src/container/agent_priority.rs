@@ -1,4 +1,4 @@
-//! How the host's kernel treats the processes of one gVisor sandbox: commands give way to the agent and to gVisor itself.
+//! Priority of the agent and of gVisor over commands, within one gVisor sandbox.
 //!
 //! gVisor runs each process of the sandbox as a process of the host, cloned from the first one that it made. A clone inherits
 //! its parent's OOM score and scheduling priority. So it is enough to set both once, when only the agent runs:
@@ -17,7 +17,7 @@ use std::io;
 
 use rustix::process::{Pid, setpriority_process};
 
-/// The kernel ends these before all others of the same memory limit.
+/// The OOM score of processes that the kernel kills before all others of the same memory limit.
 const FIRST: &str = "1000";
 
 /// The highest scheduling priority.
@@ -26,7 +26,7 @@ const HIGHEST_PRIORITY: i32 = -20;
 /// Makes commands that start later the first to be killed and the last to be scheduled. `sandbox` is the process of gVisor.
 pub(crate) fn prefer_agent_over_commands(sandbox: i64) -> io::Result<()> {
     let mut processes = children(sandbox)?;
-    processes.sort_by_key(|pid| (started(*pid), *pid));
+    processes.sort_by_key(|pid| (start_time(*pid), *pid));
     let Some((first, others)) = processes.split_first() else {
         return Ok(());
     };
@@ -59,8 +59,8 @@ fn children(of: i64) -> io::Result<Vec<i64>> {
     Ok(all)
 }
 
-/// When a process was started, in ticks since the host's start.
-fn started(pid: i64) -> Option<u64> {
+/// The start time of a process, in ticks since the host's start.
+fn start_time(pid: i64) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }

@@ -2,8 +2,8 @@
 //!
 //! A workspace has one disk, named after its id, and one more for each named volume (`{id}.{volume}`).
 //!
-//! The volume names a link that points to the device, not the device itself, whose number may change when the host
-//! is restarted. Everything about a disk is found by its file's name, so nothing has to be remembered.
+//! The engine's volume names a link to the loop device, because the device's number may change when the host restarts.
+//! Everything about a disk is found by its file's name.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -40,7 +40,7 @@ pub(crate) struct Disks {
 }
 
 impl Disks {
-    /// Disks under this directory, if this host can have them: they need root, loop devices and mke2fs.
+    /// Opens the disks under a directory. They need root, loop devices and mke2fs; the error names the missing one.
     pub(crate) fn open(data_dir: &Path, rules: RoomRules) -> Result<Self, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("loop devices need root".to_owned());
@@ -55,7 +55,7 @@ impl Disks {
         }
         let make = |name: &str| {
             let path = data_dir.join(name);
-            // Disks that an older version made could be read by everybody.
+            // Disks of older versions were readable by all users.
             ensure_private_directory(&path)
                 .and_then(|()| make_files_private(&path))
                 .and_then(|()| path.canonicalize())
@@ -69,7 +69,7 @@ impl Disks {
         self.directory.join(format!("{disk}.img"))
     }
 
-    /// The link to the device of a disk.
+    /// The path of the link to a disk's device.
     pub(crate) fn device(&self, disk: &str) -> PathBuf {
         self.directory.join(format!("{disk}.dev"))
     }
@@ -79,8 +79,8 @@ impl Disks {
         self.image(&disk_of(id, None)).exists()
     }
 
-    /// Makes a disk, empty or out of a snapshot, unless it is there; and attaches it. One that is there and has errors is
-    /// mended before anything uses it.
+    /// Creates a disk, empty or from a snapshot, unless it exists, and attaches it. An existing disk with errors is repaired
+    /// before it is attached.
     pub(crate) fn ensure(
         &self,
         disk: &str,
@@ -90,7 +90,8 @@ impl Disks {
         let image = self.image(disk);
         let mut ensured = DiskCheck::Clean;
         if image.exists() {
-            // The engine mounts it with the next start. It is mounted now only where the engine was not told that it is not.
+            // The engine mounts the disk with the container's start. It may be mounted already, if the engine did not notice
+            // the container's end.
             let is_mounted = ext4::errors_while_mounted(&self.device(disk)).is_some();
             if !is_mounted && ext4::may_have_errors(&image)? {
                 ext4::check(&image)?;
@@ -105,7 +106,7 @@ impl Disks {
     }
 
     fn make(&self, image: &Path, size: ByteSize, from: Option<SnapshotId>) -> io::Result<()> {
-        // A disk appears under its name only when it is whole.
+        // A disk gets its name only when it is complete.
         let unfinished = image.with_extension("new");
         let copied = from.map(|snapshot| self.snapshot_image(snapshot));
         let written = copied.as_deref().map(taken_bytes).transpose()?.unwrap_or(0);
@@ -122,7 +123,7 @@ impl Disks {
         made
     }
 
-    /// Takes all that a disk can hold, where the host promises no more than it has.
+    /// Reserves all bytes of a disk, where the host does not overcommit its disk.
     fn reserve(&self, image: &Path) -> io::Result<()> {
         if !self.room.rules().reserves_all() {
             return Ok(());
@@ -131,17 +132,17 @@ impl Disks {
         reserve_all(&file, file.metadata()?.len())
     }
 
-    /// Whether disks have all their bytes from the first.
+    /// Whether disks have all their bytes reserved.
     pub(crate) fn are_reserved(&self) -> bool {
         self.room.rules().reserves_all()
     }
 
-    /// Where the disks are.
+    /// The directory of the disks.
     pub(crate) fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// What the disks that are there may still grow by.
+    /// The bytes that the existing disks may still grow by.
     fn growth(&self) -> io::Result<u64> {
         let images = fs::read_dir(&self.directory)?.filter_map(|entry| Some(entry.ok()?.path()));
         Ok(images
@@ -150,7 +151,7 @@ impl Disks {
             .sum())
     }
 
-    /// Whether the kernel has met errors on a workspace's disk since it was mounted.
+    /// Whether the kernel has reported errors of a workspace's disk since it was mounted.
     pub(crate) fn has_errors(&self, id: WorkspaceId) -> bool {
         ext4::errors_while_mounted(&self.device(&disk_of(id, None))).is_some_and(|errors| errors > 0)
     }
@@ -159,7 +160,7 @@ impl Disks {
         self.snapshots.join(format!("{id}.img"))
     }
 
-    /// Copies a workspace's disk, which nobody must be writing to. Gives the bytes that the copy takes.
+    /// Copies a workspace's disk, which must not be written to meanwhile. Returns the bytes that the copy takes.
     pub(crate) fn snapshot(&self, id: WorkspaceId, to: SnapshotId) -> io::Result<u64> {
         let own = self.image(&disk_of(id, None));
         let _part = self.room.take(taken_bytes(&own)?)?;
@@ -175,7 +176,7 @@ impl Disks {
         taken_bytes(&image)
     }
 
-    /// Removes a snapshot, or the part of it that there is, with the volumes that were set aside with it.
+    /// Removes a snapshot, complete or not, with the volumes that were quarantined with it.
     pub(crate) fn remove_snapshot(&self, id: SnapshotId) -> io::Result<()> {
         for volume in stems_in(&self.snapshots)?.iter().filter(|stem| stem.starts_with(&format!("{id}."))) {
             remove_if_there(&self.snapshots.join(format!("{volume}.img")))?;
@@ -197,7 +198,7 @@ impl Disks {
             self.remove_disk(&disk)?;
         }
         let kept = self.snapshot_image(to);
-        // A journal that is not replayed, or errors: the files are kept whatever they are.
+        // The journal is replayed. Files with errors are kept as well.
         if kept.exists()
             && let Err(error) = ext4::check(&kept)
         {
@@ -206,7 +207,7 @@ impl Disks {
         Ok(())
     }
 
-    /// What a whole snapshot holds.
+    /// Describes a complete snapshot.
     pub(crate) fn inspect_snapshot(&self, id: SnapshotId) -> io::Result<Option<SnapshotInfo>> {
         let image = self.snapshot_image(id);
         match fs::metadata(&image) {
@@ -219,22 +220,22 @@ impl Disks {
         }
     }
 
-    /// All snapshots, also those of which only a part is there.
+    /// All snapshots, complete or not.
     pub(crate) fn snapshots(&self) -> io::Result<Vec<SnapshotId>> {
         ids_in(&self.snapshots)
     }
 
-    /// Attaches a disk that is not attached (after a restart of the host), and points its link to the device.
+    /// Attaches a disk, unless it is attached, and points its link to the device. A restart of the host detaches all disks.
     fn attach(&self, disk: &str) -> io::Result<()> {
         loop_device::attach(&self.image(disk), &self.device(disk), Access::ReadWrite)
     }
 
-    /// Detaches and removes a workspace's disks, and whatever an interrupted step left of them.
+    /// Detaches and removes a workspace's disks, and the remains of interrupted steps.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
         self.disks_of(id)?.iter().try_for_each(|disk| self.remove_disk(disk))
     }
 
-    /// The names of a workspace's disk and of its named volumes, whether they are there or not.
+    /// The names of a workspace's disk, whether it exists or not, and of its named volumes.
     fn disks_of(&self, id: WorkspaceId) -> io::Result<Vec<String>> {
         let volumes = format!("{id}.");
         let mut disks: Vec<String> = stems_in(&self.directory)?;
@@ -253,7 +254,7 @@ impl Disks {
         remove_files(&[link.with_extension("newdev"), link, unfinished, image])
     }
 
-    /// All workspaces that have a disk or a part of one.
+    /// All workspaces with a disk or remains of one.
     pub(crate) fn list(&self) -> io::Result<Vec<WorkspaceId>> {
         ids_in(&self.directory)
     }
@@ -264,7 +265,7 @@ pub(crate) fn disk_of(id: WorkspaceId, volume: Option<&str>) -> String {
     volume.map_or_else(|| id.to_string(), |volume| format!("{id}.{volume}"))
 }
 
-/// The ids that files in a directory are named after.
+/// The ids in the names of a directory's files.
 fn ids_in<T: FromStr + Ord>(directory: &Path) -> io::Result<Vec<T>> {
     let stems = stems_in(directory)?;
     let own = |stem: &String| T::from_str(stem.split_once('.').map_or(stem.as_str(), |(id, _)| id)).ok();
@@ -274,7 +275,7 @@ fn ids_in<T: FromStr + Ord>(directory: &Path) -> io::Result<Vec<T>> {
     Ok(ids)
 }
 
-/// The names of the files in a directory, without their endings.
+/// The names of a directory's files, without their extensions.
 fn stems_in(directory: &Path) -> io::Result<Vec<String>> {
     let stem = |entry: io::Result<fs::DirEntry>| Some(entry.ok()?.path().file_stem()?.to_str()?.to_owned());
     Ok(fs::read_dir(directory)?.filter_map(stem).collect())
@@ -293,7 +294,7 @@ fn format(image: &Path, size: ByteSize) -> io::Result<()> {
     run("mke2fs", &[&arguments[..], &[image.as_os_str()]].concat()).map(drop)
 }
 
-/// Copies a file system, which is clean, and grows the copy to `size`.
+/// Copies a clean file system and grows the copy to `size`.
 fn grow_copy(from: &Path, to: &Path, size: ByteSize) -> io::Result<()> {
     copy_sparse(from, to)?;
     let has = fs::metadata(to)?.len();

@@ -1,8 +1,8 @@
-//! What sandboxes do to the host's disk: files outside `/workspace`, which no quota holds, and errors on their own disks.
+//! Disk usage of running sandboxes: files outside their volumes, which no quota limits, and errors of their disks.
 //!
-//! The engine keeps what a sandbox writes outside its volumes in a directory of the host (its root layer). Walking that takes
-//! time, so it is walked only when it can be over its limit: when it has grown by as much as the whole host's disk has since it
-//! was measured last.
+//! The engine keeps the files that a sandbox writes outside its volumes in a directory of the host (the root layer). Walking it
+//! takes time. So it is walked only if it can be over its limit: if it had grown by as much as the host's whole disk has since
+//! the last measurement.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -20,14 +20,15 @@ use super::state::workspace_of;
 use super::{LABEL_ROOT_LIMIT, name_of};
 use crate::sandbox::{DiskFault, DiskUse};
 
-/// A measurement is used for at most this long: what others remove meanwhile hides what a sandbox writes.
+/// The longest use of a measurement. Files that others remove hide the files that a sandbox writes.
 const MEASURE_AT_LEAST_EVERY: Duration = Duration::from_secs(60);
-/// A measurement is used for at least this many times as long as it took.
+/// The shortest use of a measurement, as a multiple of the time that it took.
 const REST_FACTOR: u32 = 5;
-/// Sandboxes that another server started, or this one before its restart, are looked for this often.
-const LIST_EVERY: Duration = Duration::from_secs(30);
+/// The interval of comparisons with the engine's list, which finds sandboxes that another server started, or this one before
+/// its restart.
+const COMPARE_EVERY: Duration = Duration::from_secs(30);
 
-/// The root layer of a sandbox that runs.
+/// The root layer of a running sandbox.
 #[derive(Clone, Debug)]
 pub(super) struct RootLayer {
     directory: PathBuf,
@@ -38,14 +39,14 @@ pub(super) struct RootLayer {
 #[derive(Clone, Copy, Debug)]
 struct Measured {
     bytes: u64,
-    /// What was used of the host's disk then.
+    /// Used bytes of the host's disk at that time.
     host_bytes: u64,
     at: Instant,
     took: Duration,
 }
 
 impl RootLayer {
-    /// The layer of a container, where this host has it.
+    /// The layer of a container. None: it is on another host.
     pub(super) fn of(container: &ContainerInspectResponse) -> Option<Self> {
         let directory = container.graph_driver.as_ref()?.data.get("UpperDir")?;
         let labels = container.config.as_ref()?.labels.as_ref()?;
@@ -53,7 +54,7 @@ impl RootLayer {
         Some(Self { directory: directory.into(), limit, measured: None })
     }
 
-    /// Whether it can be over its limit by now.
+    /// Whether it can be over its limit now.
     fn may_be_over(&self, host_bytes: u64) -> bool {
         let Some(measured) = self.measured else {
             return true;
@@ -66,8 +67,8 @@ impl RootLayer {
         age >= measured.took * REST_FACTOR && measured.bytes.saturating_add(grown) > self.limit
     }
 
-    /// Whether it is over its limit; measures it where it may be, or always.
-    fn look(&mut self, processes: &[i32], always: bool) -> io::Result<bool> {
+    /// Whether it is over its limit. Measures it if it may be, or always.
+    fn is_over(&mut self, processes: &[i32], always: bool) -> io::Result<bool> {
         let host_bytes = used_bytes(&self.directory)?;
         Ok((always || self.may_be_over(host_bytes)) && self.measure(host_bytes, processes)? > self.limit)
     }
@@ -81,33 +82,34 @@ impl RootLayer {
     }
 }
 
-/// What is looked at, of one sandbox.
-struct Look {
+/// A sandbox to measure.
+struct Subject {
     id: WorkspaceId,
     processes: ContainerProcesses,
     layer: Option<RootLayer>,
 }
 
 impl ContainerProvider {
-    /// Looks at all sandboxes that run.
+    /// Measures all running sandboxes.
     pub(super) async fn measure_disks(&self, thorough: bool) -> Vec<DiskUse> {
         self.find_unknown_sandboxes().await;
-        let looks: Vec<Look> = {
+        let subjects: Vec<Subject> = {
             let layers = self.root_layers();
             let known = self.processes();
-            let look = |(id, processes): (&WorkspaceId, &ContainerProcesses)| Look {
+            let subject = |(id, processes): (&WorkspaceId, &ContainerProcesses)| Subject {
                 id: *id,
                 processes: processes.clone(),
                 layer: layers.get(id).cloned(),
             };
-            known.iter().map(look).collect()
+            known.iter().map(subject).collect()
         };
         let disks = self.disks.clone().ok();
-        let looked = tokio::task::spawn_blocking(move || look_at(looks, disks.as_ref(), thorough)).await;
-        let (uses, measured) = looked.unwrap_or_default();
+        let measured =
+            tokio::task::spawn_blocking(move || measure_all(subjects, disks.as_ref(), thorough)).await;
+        let (uses, measured) = measured.unwrap_or_default();
         let mut layers = self.root_layers();
         for (id, layer) in measured {
-            // Unless it has ended meanwhile.
+            // A sandbox that has ended meanwhile is not in the map any more.
             if let Some(known) = layers.get_mut(&id) {
                 *known = layer;
             }
@@ -118,7 +120,7 @@ impl ContainerProvider {
     async fn find_unknown_sandboxes(&self) {
         {
             let mut compared = self.running.compared.lock().unwrap_or_else(PoisonError::into_inner);
-            if compared.is_some_and(|at| at.elapsed() < LIST_EVERY) {
+            if compared.is_some_and(|at| at.elapsed() < COMPARE_EVERY) {
                 return;
             }
             *compared = Some(Instant::now());
@@ -144,28 +146,28 @@ impl ContainerProvider {
         }
     }
 
-    /// Whether a container is of this kind: both kinds share an engine.
+    /// Whether a container is on this provider's runtime. Both container providers share an engine.
     fn is_own(&self, container: &ContainerInspectResponse) -> bool {
         let runtime = container.host_config.as_ref().and_then(|host| host.runtime.as_deref());
         (runtime == Some(super::provider::RUNSC)) == (self.runtime == Runtime::Gvisor)
     }
 }
 
-/// What each sandbox does to the disk, and the layers that were measured.
-fn look_at(
-    looks: Vec<Look>,
+/// The disk usage of each sandbox, and the layers with their new measurements.
+fn measure_all(
+    subjects: Vec<Subject>,
     disks: Option<&Disks>,
     thorough: bool,
 ) -> (Vec<DiskUse>, Vec<(WorkspaceId, RootLayer)>) {
-    // What is written to a disk that has its bytes from the first takes room from nobody.
+    // Writes to a disk whose bytes are reserved take room from nobody.
     let only_outside = disks.is_some_and(Disks::are_reserved);
     let (mut uses, mut measured) = (Vec::new(), Vec::new());
-    for Look { id, processes, layer } in looks {
+    for Subject { id, processes, layer } in subjects {
         let pids = processes.group.processes();
         let mut fault = disks.filter(|disks| disks.has_errors(id)).map(|_| DiskFault::FileSystemErrors);
         let mut outside = 0;
         if let Some(mut layer) = layer {
-            let is_over = layer.look(&pids, thorough && only_outside).unwrap_or_else(|error| {
+            let is_over = layer.is_over(&pids, thorough && only_outside).unwrap_or_else(|error| {
                 tracing::debug!(workspace = %id, %error, "a root layer can't be measured");
                 false
             });
@@ -181,13 +183,13 @@ fn look_at(
     (uses, measured)
 }
 
-/// Used bytes on the disk of a directory.
+/// Used bytes of the disk that a directory is on.
 fn used_bytes(directory: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(directory)?;
     Ok(stat.f_blocks.saturating_sub(stat.f_bfree) * stat.f_frsize)
 }
 
-/// What processes have written to disks since they began. What their children wrote is theirs once those have ended.
+/// Bytes that processes have written to disks. The kernel adds the bytes of an ended child to its parent.
 fn written_bytes(processes: &[i32]) -> u64 {
     let each = processes.iter().filter_map(|pid| {
         let text = std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
@@ -203,10 +205,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_layer_is_walked_only_when_it_can_be_over_its_limit() {
+    fn a_root_layer_is_walked_only_if_it_can_be_over_its_limit() {
         let directory = tempfile::tempdir().unwrap();
         let mut layer = RootLayer { directory: directory.path().to_owned(), limit: 10 << 20, measured: None };
-        assert!(layer.may_be_over(0), "nothing is known of it");
+        assert!(layer.may_be_over(0), "it was never measured");
         std::fs::write(directory.path().join("file"), vec![1; 1 << 20]).unwrap();
         layer.measure(1000, &[]).unwrap();
         let measured = layer.measured.as_mut().unwrap();
@@ -214,13 +216,13 @@ mod tests {
         assert!(!layer.may_be_over(1000 + (8 << 20)));
         assert!(layer.may_be_over(1000 + (10 << 20)));
         layer.measured.as_mut().unwrap().took = Duration::from_secs(5);
-        assert!(!layer.may_be_over(u64::MAX), "it was walked for long and not long ago");
+        assert!(!layer.may_be_over(u64::MAX), "the last walk was slow and recent");
         layer.measured.as_mut().unwrap().at -= MEASURE_AT_LEAST_EVERY;
         assert!(layer.may_be_over(0));
     }
 
     #[test]
-    fn what_processes_write_is_counted() {
+    fn bytes_written_by_processes_are_counted() {
         let own = [std::process::id().cast_signed()];
         let before = written_bytes(&own);
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();

@@ -1,12 +1,12 @@
-//! What workspaces can reach: rules in chains of our own, named after the installation.
+//! Egress rules of workspaces, in chains that are named after the installation.
 //!
 //! Traffic from the workspaces' bridge may go to the internet, and to the name servers they are given. It may not go
-//! to the host, to private networks, to the metadata service, or over IPv6. Refused connections fail at once. Rules
-//! of others are never changed: we add one jump to `DOCKER-USER` (or `FORWARD`) and one to `INPUT`.
+//! to the host, to private networks, to the metadata service, or over IPv6. Rules of others are never changed: one jump is
+//! added to `DOCKER-USER` (or `FORWARD`) and one to `INPUT`.
 //!
-//! Others change those chains, too: whenever any network is made, the engine takes the jump to `DOCKER-USER` out and puts it
-//! in again, and in between everything would be let through. So the rules are there twice: where a packet is refused
-//! politely, and in a table that the engine does not touch, where what got past is dropped.
+//! Egress is enforced twice: in the table `filter` (REJECT, so that connections fail at once) and again in a table that the
+//! engine does not change (DROP). Whenever any network is created, the engine removes the jump to `DOCKER-USER` and adds it
+//! again. In between only the second table is in force.
 
 use std::net::IpAddr;
 
@@ -17,7 +17,7 @@ use emergent_host::firewall::{FILTER, Family, GUARDS, PRIVATE, families};
 pub(crate) struct Firewall {
     /// The bridge's interface; the chains are named after it.
     pub(crate) bridge: String,
-    /// Where DNS may go.
+    /// The name servers that DNS queries may go to.
     pub(crate) nameservers: Vec<IpAddr>,
 }
 
@@ -26,7 +26,7 @@ impl Firewall {
         [format!("{}-fwd", self.bridge), format!("{}-in", self.bridge)]
     }
 
-    /// Our two chains in a table, complete. Loading it again changes nothing.
+    /// The script of both chains in one table. Loading it again changes nothing.
     fn script(&self, family: Family, table: &str) -> String {
         let [forward, input] = self.chains();
         let mut lines = vec![format!("*{table}"), format!(":{forward} - [0:0]"), format!(":{input} - [0:0]")];
@@ -51,7 +51,7 @@ impl Firewall {
         lines.join("\n")
     }
 
-    /// Puts the rules in place, where they are not.
+    /// Adds the missing rules.
     pub(crate) fn ensure(&self) -> Result<(), String> {
         for family in families() {
             let mut guarded = Err(String::new());
@@ -62,7 +62,7 @@ impl Firewall {
                 }
             }
             guarded?;
-            // Where forwarded traffic can be refused before anybody accepts it.
+            // The first chain that forwarded packets pass.
             let users = "DOCKER-USER";
             let parent = if family.has_chain(FILTER, users)? { users } else { "FORWARD" };
             self.ensure_in(family, FILTER, parent)?;
@@ -78,7 +78,7 @@ impl Firewall {
         family.ensure_jump(table, "INPUT", &ours, &input)
     }
 
-    /// Takes the rules away.
+    /// Removes the rules.
     pub(crate) fn remove(&self) -> Result<(), String> {
         for family in families() {
             for table in [FILTER].into_iter().chain(GUARDS) {
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn name_servers_are_reachable_before_private_networks_are_refused() {
+    fn name_servers_in_private_networks_are_reachable() {
         let firewall = Firewall {
             bridge: "em-0".into(),
             nameservers: vec!["10.1.2.3".parse().unwrap(), "::1".parse().unwrap()],
@@ -115,7 +115,7 @@ mod tests {
         }
         assert!(!script.contains("::1"));
         assert!(firewall.script(Family::V6, FILTER).contains("-A em-0-fwd -j REJECT"));
-        // The second line has the same rules, and answers nobody.
+        // The second table has the same rules with DROP.
         for family in [Family::V4, Family::V6] {
             let dropped = firewall.script(family, FILTER).replace(family.refusal(FILTER), "DROP");
             assert_eq!(firewall.script(family, GUARDS[0]), dropped.replace("*filter", "*security"));

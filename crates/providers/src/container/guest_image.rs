@@ -1,12 +1,12 @@
 //! The guest agent's binaries as a read-only file system that all containers of an installation share.
 //!
-//! gVisor keeps a read-only mount only as a flag inside the sandbox: a guest clears it from a user namespace of its own, and
-//! `O_TRUNC` reaches the host even before. So the host must refuse. The binaries are in an image file behind a read-only
-//! loop device, which the engine mounts read-only: no process of a sandbox, gVisor's own included, can write to it.
+//! On gVisor a read-only mount is only a flag inside the sandbox. A guest can clear it from a user namespace of its own, and
+//! `O_TRUNC` reaches the host even with the flag. So the host must refuse writes. The binaries are in an image file behind a
+//! read-only loop device, which the engine mounts read-only. No process of a sandbox, gVisor included, can write to it.
 //!
-//! The image is a function of the embedded binaries, byte for byte: it is made anew at each start and compared with the one
-//! that is there, and its hash is checked again before each container. Its name, and the name of the volume that mounts it,
-//! hold the inode too, so that a container never gets a mount of a file that was replaced.
+//! The image is a function of the embedded binaries, byte for byte. It is built at each start and compared with the existing
+//! one, and its hash is checked before each container. The names of the link and the volume hold the inode, so a container
+//! never gets a mount of a file that was replaced.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -23,11 +23,11 @@ use emergent_wire::id::InstallationId;
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
-/// Room for the file system's own blocks.
+/// Space for the file system's own blocks.
 const METADATA_BYTES: u64 = 1 << 20;
-/// Any fixed identity: the image must not differ from one start to the next.
+/// A fixed UUID, so that the image is the same at each start.
 const IMAGE_UUID: &str = "e3e26e47-0000-4000-8000-000000000001";
-/// Seconds since 1970 of all times in the image.
+/// All times in the image, in seconds since 1970.
 const IMAGE_TIME: &str = "1";
 
 /// The image of one installation.
@@ -46,7 +46,7 @@ struct Image {
     inode: u64,
 }
 
-/// The volume that mounts the image, as the engine is told.
+/// The engine's volume of the image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GuestVolume {
     pub(crate) name: String,
@@ -55,7 +55,7 @@ pub(crate) struct GuestVolume {
 }
 
 impl GuestImage {
-    /// Makes the image in a private directory, unless the right one is there.
+    /// Builds the image in a private directory, unless an intact one exists.
     pub(crate) fn install(directory: &Path, installation: InstallationId) -> io::Result<Self> {
         ensure_private_directory(directory)?;
         let directory = directory.canonicalize()?;
@@ -67,7 +67,7 @@ impl GuestImage {
         Arc::clone(&self.current.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The volume of the image, attached, after its hash was checked. An image that was altered is replaced.
+    /// Checks the image's hash, replaces an altered image, attaches it, and returns its volume.
     pub(crate) fn volume(&self) -> io::Result<GuestVolume> {
         let mut image = self.current();
         if !image.is_intact() {
@@ -81,7 +81,7 @@ impl GuestImage {
         }
         let volume = self.volume_of(&image);
         if !image.is_attached(&volume.device) {
-            // Two creates at once would each find the image without a device and attach it twice.
+            // Without the lock, two concurrent creates would attach the image twice.
             let _lock = lock(&self.directory)?;
             loop_device::attach(&image.file, &volume.device, Access::ReadOnly)?;
         }
@@ -98,12 +98,12 @@ impl GuestImage {
         }
     }
 
-    /// The volume of the present image, whether or not it is attached.
+    /// The volume of the current image, attached or not.
     pub(crate) fn current_volume(&self) -> GuestVolume {
         self.volume_of(&self.current())
     }
 
-    /// The volumes of all images that are not the present one.
+    /// The volumes of all images but the current one.
     pub(crate) fn older_volumes(&self) -> io::Result<Vec<(GuestVolume, PathBuf)>> {
         let current = self.current();
         let mut older = Vec::new();
@@ -118,7 +118,7 @@ impl GuestImage {
         Ok(older)
     }
 
-    /// Detaches the present image, which no container uses any more.
+    /// Detaches the current image. No container may use it.
     pub(crate) fn detach(&self) -> io::Result<()> {
         let image = self.current();
         let _lock = lock(&self.directory)?;
@@ -126,7 +126,7 @@ impl GuestImage {
         remove_if_there(&self.volume_of(&image).device)
     }
 
-    /// Removes an older image, which no container uses any more.
+    /// Removes an older image. No container may use it.
     pub(crate) fn remove(volume: &GuestVolume, file: &Path) -> io::Result<()> {
         loop_device::detach(file)?;
         remove_if_there(&volume.device)?;
@@ -135,7 +135,7 @@ impl GuestImage {
 }
 
 impl Image {
-    /// The image of the embedded binaries: the one that is there if it is intact, else a new one.
+    /// The image of the embedded binaries: the existing one if it is intact, else a new one.
     fn install(directory: &Path) -> io::Result<Self> {
         let _lock = lock(directory)?;
         let (made, sha256) = make(directory)?;
@@ -149,13 +149,13 @@ impl Image {
         Ok(Self { inode: fs::metadata(&file)?.ino(), file, sha256 })
     }
 
-    /// Whether the file is the one that was made, with the same bytes.
+    /// Whether the file is the same inode with the same bytes.
     fn is_intact(&self) -> bool {
         fs::symlink_metadata(&self.file).is_ok_and(|found| found.is_file() && found.ino() == self.inode)
             && hash_of(&self.file).is_ok_and(|found| found == self.sha256)
     }
 
-    /// Whether the link leads to a device of this image. The kernel says so without a process being started.
+    /// Whether the link points to a device of this image. Read from sysfs, which needs no program.
     fn is_attached(&self, link: &Path) -> bool {
         let backing = fs::read_link(link).ok().and_then(|device| {
             let name = device.file_name()?.to_owned();
@@ -165,7 +165,7 @@ impl Image {
     }
 }
 
-/// Locks the directory until the file is dropped. Creates of one server, and servers on one database, share the directory.
+/// Locks the directory until the file is dropped. Concurrent creates, and servers on one database, share the directory.
 fn lock(directory: &Path) -> io::Result<File> {
     let file = File::options()
         .create(true)
@@ -185,13 +185,13 @@ fn image_hash(file: &Path) -> Option<&str> {
     (is_image && stem.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(stem)
 }
 
-/// Makes the file system under a temporary name; gives its hash too.
+/// Builds the file system under a temporary name. Returns its path and hash.
 fn make(directory: &Path) -> io::Result<(PathBuf, String)> {
     let (image, file) = create_temporary(&directory.join("image"))?;
     let staging = image.with_extension("files");
     let made = (|| {
         fs::create_dir(&staging)?;
-        // The image's own directory gets these rights: users other than root run the binaries too.
+        // The root directory of the image gets these rights. Users other than root run the binaries, too.
         fs::set_permissions(&staging, fs::Permissions::from_mode(0o755))?;
         for (name, bytes) in FILES {
             write_atomically(&staging.join(name), bytes, 0o755)?;
@@ -209,7 +209,7 @@ fn make(directory: &Path) -> io::Result<(PathBuf, String)> {
     made.map(|sha256| (image, sha256))
 }
 
-/// Makes a file system without anything that differs from one run to the next.
+/// Builds a reproducible file system.
 fn fill(image: &Path, staging: &Path) -> io::Result<()> {
     let options = format!("hash_seed={IMAGE_UUID},nodiscard,lazy_itable_init=0,root_owner=0:0");
     let features = "^has_journal,^metadata_csum,^resize_inode";
@@ -222,7 +222,7 @@ fn fill(image: &Path, staging: &Path) -> io::Result<()> {
     if !output.status.success() {
         return Err(failure("mke2fs", &output));
     }
-    // The times of the files that were copied into it are those of now.
+    // mke2fs copies the files with their present times.
     let script = staging.join(".times");
     let mut lines = String::new();
     for (name, _) in FILES {
@@ -237,7 +237,7 @@ fn fill(image: &Path, staging: &Path) -> io::Result<()> {
     if output.status.success() { Ok(()) } else { Err(failure("debugfs", &output)) }
 }
 
-/// The hash of a file's bytes, in hexadecimal. A link is not followed.
+/// The SHA-256 of a file, in hexadecimal. Links are not followed.
 fn hash_of(path: &Path) -> io::Result<String> {
     let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::open(path, flags, rustix::fs::Mode::empty())?);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_image_is_the_same_at_each_start_and_private() {
+    fn the_image_is_private_and_the_same_at_each_start() {
         let directory = tempfile::tempdir().unwrap();
         let first = installed(directory.path()).current();
         let second = installed(directory.path()).current();
@@ -290,9 +290,9 @@ mod tests {
         assert_eq!((attached, devices()), (1, 0));
     }
 
-    /// A trojan of the same length, with the same times.
+    /// The alteration keeps the file's length and times.
     #[test]
-    fn an_image_that_was_altered_is_replaced_at_the_next_start_and_before_the_next_container() {
+    fn an_altered_image_is_replaced_at_the_next_start_and_before_the_next_container() {
         let directory = tempfile::tempdir().unwrap();
         let image = installed(directory.path());
         let before = image.current();

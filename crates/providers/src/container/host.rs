@@ -1,4 +1,4 @@
-//! What the container providers of one installation share: the engine, the network, the disks, the guest agent.
+//! The objects that the container providers of one server share: engine, network, disks, guest agent.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -19,20 +19,20 @@ use super::network::Network;
 use crate::error::ProviderError;
 use crate::settings::ProviderSettings;
 
-/// An engine, with what an installation keeps for its containers.
+/// The engine, with the installation's network, disks and guest agent.
 pub(crate) struct ContainerHost {
     pub(super) installation: InstallationId,
     pub(super) engine: Engine,
     pub(super) images: DockerImages,
-    /// None where this process can't make loop devices: then each container gets a copy of its own.
+    /// None where this process can't make loop devices. Then each container gets a copy.
     pub(super) guest: Option<GuestImage>,
-    /// What older versions shared with sandboxes.
+    /// Directories that older versions shared with sandboxes.
     shared: Mutex<Vec<SharedDirectory>>,
     pub(super) disks: Result<Disks, String>,
     pub(super) probe_image: String,
     pub(super) network: Network,
     pub(super) host_cpus: AtomicU32,
-    /// Where the engine keeps its files, once it was asked.
+    /// The engine's data directory. Set by the first health check.
     pub(super) engine_directory: OnceLock<PathBuf>,
 }
 
@@ -48,7 +48,7 @@ impl ContainerHost {
         let guest = guest
             .transpose()
             .map_err(|error| ProviderError::failed("making the guest agent's image", error))?;
-        let shared = heal_shared_directories(&settings.data_dir.join("guest"))
+        let shared = repair_shared_directories(&settings.data_dir.join("guest"))
             .map_err(|error| ProviderError::failed("checking the guest agent of an older version", error))?;
         let nameservers =
             if settings.nameservers.is_empty() { host_nameservers() } else { settings.nameservers.clone() };
@@ -66,7 +66,7 @@ impl ContainerHost {
         }))
     }
 
-    /// CPUs of the engine's host.
+    /// CPUs of the engine's host. Asked once.
     pub(super) async fn host_cpus(&self) -> Result<u32, EngineError> {
         match self.host_cpus.load(Ordering::Relaxed) {
             0 => {
@@ -78,7 +78,7 @@ impl ContainerHost {
         }
     }
 
-    /// Removes the guest agent's volumes and devices, when no container is left.
+    /// Removes the guest agent's volumes and devices. No container may be left.
     pub(super) async fn remove_guest_volume(self: &Arc<Self>) -> Result<(), ProviderError> {
         let Some(guest) = &self.guest else {
             return Ok(());
@@ -99,7 +99,7 @@ impl ContainerHost {
         .await
     }
 
-    /// What users should know of sandboxes that older versions made.
+    /// A warning about sandboxes of older versions.
     pub(super) fn shared_directories_note(&self) -> Option<String> {
         let shared = self.shared();
         let altered = shared.iter().filter(|directory| directory.was_altered).count();
@@ -167,12 +167,12 @@ impl ContainerHost {
     }
 }
 
-/// Heals what older versions shared, and tells the operator what was found.
-fn heal_shared_directories(parent: &Path) -> std::io::Result<Vec<SharedDirectory>> {
+/// Repairs the directories that older versions shared, and logs what was found.
+fn repair_shared_directories(parent: &Path) -> std::io::Result<Vec<SharedDirectory>> {
     if !parent.exists() {
         return Ok(Vec::new());
     }
-    let found = legacy_guest::heal(parent)?;
+    let found = legacy_guest::repair(parent)?;
     for directory in &found {
         let path = directory.path.display();
         if directory.was_altered {
@@ -197,7 +197,7 @@ pub(super) fn cpus_of(info: &SystemInfo) -> u32 {
     info.ncpu.and_then(|cpus| u32::try_from(cpus).ok()).filter(|cpus| *cpus > 0).unwrap_or(1)
 }
 
-/// Does something with files that may take a while.
+/// Runs file operations on a thread that may block.
 pub(super) async fn run_blocking<T: Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> std::io::Result<T> + Send + 'static,

@@ -1,9 +1,9 @@
-//! Heals what older versions shared with all sandboxes: the guest agent's files in a directory of the host, which a gVisor
-//! sandbox could write to though it was mounted read-only (see [`guest_image`](super::guest_image)).
+//! Repair of the directories that older versions shared with all sandboxes: the guest agent's files on the host. A gVisor
+//! sandbox could write to them, although they were mounted read-only (see [`guest_image`](super::guest_image)).
 //!
-//! Containers that older versions made mount those directories until they are destroyed. So a directory stays while a container
-//! uses it; its files are compared with the hash in its name, replaced if they differ, and made immutable, which no process of
-//! a sandbox can undo.
+//! Containers of older versions mount those directories until they are destroyed. So a directory stays while a container uses
+//! it. Its files are compared with the hash in its name, replaced if they differ, and made immutable, which no process of a
+//! sandbox can undo.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,14 +18,14 @@ use sha2::{Digest, Sha256};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct SharedDirectory {
     pub(crate) path: PathBuf,
-    /// Its files were not those that the older version had written.
+    /// Its files differed from those that the older version wrote.
     pub(crate) was_altered: bool,
     /// Sandboxes can't write to it any more.
     pub(crate) is_protected: bool,
 }
 
-/// Checks, heals and protects each directory that older versions shared.
-pub(crate) fn heal(parent: &Path) -> io::Result<Vec<SharedDirectory>> {
+/// Checks, repairs and protects each directory that older versions shared.
+pub(crate) fn repair(parent: &Path) -> io::Result<Vec<SharedDirectory>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(parent)? {
         let entry = entry?;
@@ -33,7 +33,7 @@ pub(crate) fn heal(parent: &Path) -> io::Result<Vec<SharedDirectory>> {
         let is_shared = name.len() == 16 && name.bytes().all(|byte| byte.is_ascii_hexdigit());
         if is_shared && entry.file_type()?.is_dir() {
             let path = entry.path();
-            let was_altered = heal_directory(&path, &name)?;
+            let was_altered = repair_directory(&path, &name)?;
             let is_protected = set_immutable(&path, true).is_ok();
             found.push(SharedDirectory { path, was_altered, is_protected });
         }
@@ -43,52 +43,52 @@ pub(crate) fn heal(parent: &Path) -> io::Result<Vec<SharedDirectory>> {
 
 /// Removes a shared directory that no container uses any more.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
-    // Where nothing is immutable there is nothing to undo, and the removal tells.
+    // If the flag can't be cleared, the removal reports the error.
     let _ = set_immutable(path, false);
     fs::remove_dir_all(path)
 }
 
-/// Makes the files what they should be. True if they were something else.
-fn heal_directory(path: &Path, name: &str) -> io::Result<bool> {
+/// Restores the files. True: they had been altered.
+fn repair_directory(path: &Path, name: &str) -> io::Result<bool> {
     let bytes: Vec<Option<Vec<u8>>> = FILES.iter().map(|(file, _)| read(&path.join(file))).collect();
     let mut hash = Sha256::new();
     bytes.iter().flatten().for_each(|bytes| hash.update(bytes));
     let is_original = hex::encode(hash.finalize()).starts_with(name);
-    // A directory that was healed before.
+    // A directory that was repaired before.
     let is_current = FILES.iter().zip(&bytes).all(|((_, own), found)| found.as_deref() == Some(*own));
     let is_expected = |entry: &fs::DirEntry| FILES.iter().any(|(file, _)| entry.file_name() == *file);
-    let strangers: Vec<fs::DirEntry> =
+    let unexpected: Vec<fs::DirEntry> =
         fs::read_dir(path)?.flatten().filter(|entry| !is_expected(entry)).collect();
-    let is_healthy = (is_original || is_current) && strangers.iter().all(is_interrupted_install);
-    if is_healthy && strangers.is_empty() && is_immutable(path) {
+    let is_unaltered = (is_original || is_current) && unexpected.iter().all(is_interrupted_install);
+    if is_unaltered && unexpected.is_empty() && is_immutable(path) {
         return Ok(false);
     }
     let _ = set_immutable(path, false);
-    for entry in strangers {
+    for entry in unexpected {
         let path = entry.path();
         if entry.file_type()?.is_dir() { fs::remove_dir_all(path)? } else { fs::remove_file(path)? }
     }
-    // Written as new files in any case: a sandbox may hold the old ones open.
+    // New files replace the old ones in any case, because a sandbox may hold the old ones open.
     for ((file, own), found) in FILES.iter().zip(&bytes) {
         let good = found.as_deref().filter(|_| is_original).unwrap_or(own);
         write_atomically(&path.join(file), good, 0o755)?;
     }
     ensure_private_directory(path.parent().unwrap_or(path))?;
-    Ok(!is_healthy)
+    Ok(!is_unaltered)
 }
 
-/// Whether a file may be what an older version left when it was killed while it wrote the agent: `.guest-PID`, `.search-PID`.
+/// Whether a file may be a partial write of an older version that was killed: `.guest-PID`, `.search-PID`.
 fn is_interrupted_install(entry: &fs::DirEntry) -> bool {
     let name = entry.file_name().to_string_lossy().into_owned();
     let is_temporary = FILES.iter().any(|(file, _)| name.starts_with(&format!(".{file}-")));
     is_temporary && entry.file_type().is_ok_and(|kind| kind.is_file())
 }
 
-/// A file's bytes; none if it is anything but a file of a plausible size.
+/// A file's bytes. None: it is no regular file, or too large.
 fn read(path: &Path) -> Option<Vec<u8>> {
-    const MOST_BYTES: u64 = 256 << 20;
+    const MAX_FILE_BYTES: u64 = 256 << 20;
     let metadata = fs::symlink_metadata(path).ok()?;
-    if !metadata.is_file() || metadata.len() > MOST_BYTES {
+    if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
         return None;
     }
     fs::read(path).ok()
@@ -142,10 +142,10 @@ mod tests {
     }
 
     #[test]
-    fn an_intact_directory_keeps_its_files_and_an_altered_one_gets_those_of_this_version() {
+    fn an_intact_directory_keeps_its_files_and_an_altered_one_gets_the_current_binaries() {
         let parent = tempfile::tempdir().unwrap();
         let path = older(parent.path());
-        let intact = heal(parent.path()).unwrap().remove(0);
+        let intact = repair(parent.path()).unwrap().remove(0);
         assert!(!intact.was_altered);
         assert_eq!(fs::read(path.join("guest")).unwrap(), b"old agent");
         if intact.is_protected {
@@ -154,17 +154,17 @@ mod tests {
         }
         set_immutable(&path, false).unwrap();
         fs::write(path.join(".guest-123"), "old ag").unwrap();
-        assert!(!heal(parent.path()).unwrap()[0].was_altered, "a write that was interrupted is no attack");
+        assert!(!repair(parent.path()).unwrap()[0].was_altered, "an interrupted write is not an alteration");
         assert!(!path.join(".guest-123").exists());
         set_immutable(&path, false).unwrap();
         // Same length.
         fs::write(path.join("guest"), "evilagent").unwrap();
-        let altered = heal(parent.path()).unwrap().remove(0);
+        let altered = repair(parent.path()).unwrap().remove(0);
         assert!(altered.was_altered);
         assert_eq!(fs::read(path.join("guest")).unwrap(), FILES[0].1);
-        assert!(!heal(parent.path()).unwrap()[0].was_altered, "it is told once");
+        assert!(!repair(parent.path()).unwrap()[0].was_altered, "an alteration is reported once");
         remove(&path).unwrap();
-        assert!(heal(parent.path()).unwrap().is_empty());
+        assert!(repair(parent.path()).unwrap().is_empty());
     }
 
     #[test]
@@ -176,7 +176,7 @@ mod tests {
         symlink(&victim, path.join(".guest-1")).unwrap();
         fs::remove_file(path.join("search")).unwrap();
         symlink(&victim, path.join("search")).unwrap();
-        assert!(heal(parent.path()).unwrap()[0].was_altered);
+        assert!(repair(parent.path()).unwrap()[0].was_altered);
         assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
         assert!(!path.join(".guest-1").exists());
         assert!(fs::symlink_metadata(path.join("search")).unwrap().is_file());

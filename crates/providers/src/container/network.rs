@@ -1,4 +1,4 @@
-//! The installation's own network: a bridge on which workspaces can't see each other, behind our firewall.
+//! The installation's network: a bridge on which workspaces can't reach each other, behind the installation's firewall.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ pub(crate) struct Network {
     pub(crate) name: String,
     installation: InstallationId,
     firewall: Firewall,
-    /// Whether it is known to be in place.
+    /// Whether this process has put it in place.
     ready: tokio::sync::Mutex<bool>,
     problem: Mutex<Option<String>>,
 }
@@ -39,12 +39,12 @@ impl Network {
         }
     }
 
-    /// The name servers that sandboxes shall use.
+    /// The name servers of sandboxes.
     pub(crate) fn nameservers(&self) -> Vec<String> {
         self.firewall.nameservers.iter().map(ToString::to_string).collect()
     }
 
-    /// Puts network and rules in place; does nothing when they are known to be.
+    /// Puts network and rules in place, once per process.
     pub(crate) async fn ensure(&self, engine: &Engine) -> Result<(), ProviderError> {
         let mut ready = self.ready.lock().await;
         if !*ready {
@@ -93,8 +93,8 @@ impl Network {
             Ok(_) => Ok(()),
             Err(EngineError::NotFound(_)) => match within(ACT, docker.create_network(request)).await {
                 Ok(_) => Ok(()),
-                // Another server of the installation may have made it meanwhile. Engines say that in different ways (the
-                // name is taken, the bridge is taken), so the network itself is asked for.
+                // Another server of the installation may have created it meanwhile. Engines report that in different ways
+                // (the name is taken, the bridge is taken), so the network itself decides.
                 Err(error) => {
                     within(ACT, docker.inspect_network(&self.name, None)).await.map(drop).map_err(|_| error)
                 }
@@ -103,7 +103,7 @@ impl Network {
         }
     }
 
-    /// Takes network and rules away.
+    /// Removes network and rules.
     pub(crate) async fn remove(&self, engine: &Engine) -> Result<(), ProviderError> {
         let mut ready = self.ready.lock().await;
         *ready = false;
@@ -119,7 +119,7 @@ impl Network {
             .map_err(|reason| ProviderError::failed("removing the firewall rules", reason))
     }
 
-    /// Why workspaces can't have a network, when they can't.
+    /// The reason why workspaces can't have a network. None: they can.
     pub(crate) fn problem(&self) -> Option<String> {
         self.problem.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
     }
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_fit_an_interface() {
+    fn the_bridge_name_fits_an_interface_name() {
         let network = Network::new(InstallationId::generate(), Vec::new());
         assert!(network.firewall.bridge.len() <= 15, "{}", network.firewall.bridge);
     }

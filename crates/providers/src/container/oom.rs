@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where the kernel counts what it ended for want of memory.
+/// The file in which the kernel counts the processes that it killed for lack of memory.
 #[derive(Clone, Debug)]
 pub(crate) struct KillCounter(PathBuf);
 
 impl KillCounter {
-    /// The counter of the memory limit that a process is under.
+    /// The counter of the control group that limits a process's memory.
     pub(crate) fn of(pid: i64) -> Option<Self> {
         let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
         counter_file(&groups).filter(|path| path.exists()).map(Self)
@@ -21,7 +21,7 @@ impl KillCounter {
     }
 }
 
-/// `/proc/PID/cgroup`, of either version, to the file that counts.
+/// Finds the counter's file from the text of `/proc/PID/cgroup`, of either version of control groups.
 fn counter_file(groups: &str) -> Option<PathBuf> {
     let root = Path::new("/sys/fs/cgroup");
     let mut unified = None;
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_counter_is_found_in_both_versions_of_control_groups() {
+    fn the_kill_counter_is_found_in_both_versions_of_control_groups() {
         let file = |groups: &str| counter_file(groups).unwrap().display().to_string();
         let first = "12:cpu,cpuacct:/docker/a\n4:memory:/docker/abc\n0::/docker/u\n";
         assert_eq!(file(first), "/sys/fs/cgroup/memory/docker/abc/memory.oom_control");

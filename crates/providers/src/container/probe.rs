@@ -1,6 +1,6 @@
-//! Starting a container to see that containers start: an engine that answers is no proof.
+//! Probes: test containers that show whether containers start. An engine that answers may still fail to start one.
 //!
-//! A probe carries a label of its own. What a crash leaves of one is removed when it is older than any probe lives.
+//! A probe has a label of its own. A probe that is older than any probe lives was left by a crash and is removed.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime};
@@ -16,13 +16,13 @@ use crate::error::ProviderError;
 use crate::provider::WorkspaceProvider;
 use crate::sandbox::SandboxSpec;
 
-/// A probe that takes longer has failed.
+/// Time limit of a probe.
 const PROBE_TIME: Duration = Duration::from_secs(15);
-/// No probe is older: what is was left by a crash.
+/// The longest life of a probe. An older one was left by a crash.
 const PROBE_LIFE: Duration = Duration::from_secs(120);
-/// Names the installation that a probe belongs to.
+/// The label with the installation that a probe belongs to.
 const LABEL_PROBE: &str = "emergent.probe";
-/// Enough for the guest agent.
+/// Memory of a probe: enough for the guest agent.
 const PROBE_MEMORY: ByteSize = ByteSize::mib(256);
 
 impl ContainerProvider {
@@ -62,7 +62,7 @@ impl ContainerProvider {
         format!("{}-probe-{}-{}", self.network.name, self.name(), std::process::id())
     }
 
-    /// Removes what crashed servers left of probes; all probes if no server is left that could have one.
+    /// Removes the probes of crashed servers. `all` removes every probe, for the last server of the installation.
     pub(super) async fn remove_probes(&self, all: bool) -> Result<(), EngineError> {
         let label = format!("{LABEL_PROBE}={}", self.installation);
         let oldest = SystemTime::now() - PROBE_LIFE;

@@ -1,4 +1,4 @@
-//! The processes of a container as the host sees them, for when the engine can't end them.
+//! The processes of a container on the host. They are killed directly when the engine does not end them.
 
 use std::fs;
 use std::io;
@@ -9,11 +9,11 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::spec::CPU_SHARES;
 
-/// What is known of a container's processes while it runs.
+/// The processes of a running container.
 #[derive(Clone, Debug)]
 pub(crate) struct ContainerProcesses {
     pub(crate) group: ControlGroup,
-    /// None where the kernel or the server's rights do not allow it.
+    /// None where the kernel or the server's rights do not allow a change of CPU settings.
     pub(crate) cpu: Option<CpuGroup>,
     pub(crate) shim: Option<Shim>,
 }
@@ -26,7 +26,7 @@ pub(crate) struct Shim {
 }
 
 impl ContainerProcesses {
-    /// Those of the container whose first process this is; none if it has no control group of its own.
+    /// The processes of the container with this first process. None: it has no control group of its own.
     pub(crate) fn of(pid: i64, container: &str) -> Option<Self> {
         let group = ControlGroup::of(pid, container)?;
         let parent = parent_of(pid).map(|pid| Shim { pid, container: container.to_owned() });
@@ -34,7 +34,7 @@ impl ContainerProcesses {
         Some(Self { group, cpu, shim: parent.filter(Shim::is_there) })
     }
 
-    /// Kills all of them. Processes need CPU time to end, so a sandbox in the background is taken back first.
+    /// Kills all of them. Ending takes CPU time, so a sandbox at background priority gets its normal priority first.
     pub(crate) fn kill(&self) -> io::Result<()> {
         if let Some(cpu) = &self.cpu {
             let _ = cpu.set_background(false, false);
@@ -44,7 +44,7 @@ impl ContainerProcesses {
 }
 
 impl Shim {
-    /// Whether the process is this container's shim: a number alone may be another's by now.
+    /// Whether the process is this container's shim. The kernel may have given the number to another process.
     fn is_there(&self) -> bool {
         let arguments = fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
         let arguments = String::from_utf8_lossy(&arguments).into_owned();
@@ -53,7 +53,7 @@ impl Shim {
         is_shim && arguments.any(|argument| argument == self.container)
     }
 
-    /// Kills it; the engine then counts the container as ended.
+    /// Kills the shim. The engine then takes the container as ended.
     pub(crate) fn kill(&self) -> io::Result<()> {
         match Pid::from_raw(self.pid) {
             Some(pid) if self.is_there() => Ok(kill_process(pid, Signal::KILL)?),
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_is_no_shim_is_never_killed() {
+    fn only_a_shim_is_killed() {
         let own = Shim { pid: std::process::id().cast_signed(), container: String::new() };
         assert!(!own.is_there());
         assert!(own.kill().is_ok());

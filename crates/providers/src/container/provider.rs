@@ -50,7 +50,8 @@ pub(super) struct ContainerProvider {
     pub(super) running: RunningContainers,
 }
 
-/// Facts about the containers that this process has started or reached. A cache: what is not in it is asked of the engine.
+/// Facts about the containers that this process has started or reached. A cache: missing facts are
+/// asked of the engine.
 #[derive(Default)]
 pub(super) struct RunningContainers {
     pub(super) kill_counters: Mutex<HashMap<WorkspaceId, KillCounter>>,

@@ -1,4 +1,4 @@
-//! From a sandbox's specification to the engine's: a pure function.
+//! The engine's specification of a container, from the sandbox's specification: a pure function.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -17,42 +17,42 @@ use super::guest_image::GuestVolume;
 use super::{LABEL_INSTALLATION, LABEL_ROOT_LIMIT, LABEL_WORKSPACE, name_of, volume_name_of};
 use crate::sandbox::SandboxSpec;
 
-/// Where our binaries are inside a sandbox.
+/// The directory of the guest binaries in a sandbox.
 pub(crate) const GUEST_DIR: &str = "/.emergent";
-/// The guest agent among them.
+/// The path of the guest agent.
 pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
-/// How the engine mounts a workspace's disk.
+/// Mount options of a workspace's disk.
 const DISK_MOUNT_OPTIONS: &str = "noatime,nosuid,nodev,noinit_itable";
-/// … and where what is deleted in it goes back to the host.
-const GIVE_BACK: &str = ",discard";
-/// How the engine mounts the guest agent's image.
+/// The further option of a disk whose deleted blocks go back to the host.
+const DISCARD: &str = ",discard";
+/// Mount options of the guest agent's image.
 const GUEST_MOUNT_OPTIONS: &str = "ro,noatime,nosuid,nodev";
-/// Tasks that the guest agent may have beside the commands'.
+/// Tasks of the guest agent, beside those of commands.
 const AGENT_TASKS: u32 = 128;
-/// On gVisor the host counts the threads of its kernel as well: some for each task, and these in any case.
+/// Host threads of gVisor's kernel itself.
 const GVISOR_TASKS: u32 = 512;
-/// How many tasks of the host one task in gVisor may need.
+/// Host threads that gVisor may need for one task of the sandbox.
 const GVISOR_TASKS_EACH: u32 = 4;
-/// Files outside the volumes may take this much even where the disk is smaller.
+/// The lowest limit for files outside the volumes, also where the disk is smaller.
 const LEAST_ROOT_LIMIT: ByteSize = ByteSize::mib(256);
-/// CPU time is shared by weight where there is not enough: the server, the engine and other programs (1024) come first.
+/// The CPU weight of a sandbox. The server, the engine and other programs have 1024 and come first.
 pub(crate) const CPU_SHARES: u32 = 256;
-/// What building and installing software needs; everything else is dropped.
+/// Capabilities that building and installing software needs. All others are dropped.
 const CAPABILITIES: [&str; 9] =
     ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETFCAP", "NET_BIND_SERVICE"];
 
-/// What the engine is told besides the sandbox's own specification.
+/// The settings of a container besides the sandbox's specification.
 pub(crate) struct ContainerContext<'a> {
     pub(crate) installation: InstallationId,
-    /// The engine's runtime; none for its default.
+    /// The engine's name of the runtime. None: its default.
     pub(crate) runtime: Option<&'a str>,
-    /// The volume with our binaries; none when they are copied in.
+    /// The volume with the guest binaries. None: they are copied into the container.
     pub(crate) guest: Option<&'a GuestVolume>,
-    /// The disks that volumes are on; none for ordinary volumes.
+    /// The disks behind the volumes. None: ordinary volumes of the engine.
     pub(crate) disks: Option<&'a Disks>,
     /// The network of this installation.
     pub(crate) network: &'a str,
-    /// CPUs the engine has.
+    /// CPUs of the engine's host.
     pub(crate) host_cpus: u32,
 }
 
@@ -87,13 +87,13 @@ pub(crate) fn container(spec: &SandboxSpec, context: &ContainerContext<'_>) -> C
             NetworkMode::Nat => context.network.to_owned(),
             NetworkMode::Isolated => "none".to_owned(),
         }),
-        // Standard output is the channel; it must not be written to the engine's logs.
+        // Standard output is the channel and must not go to the engine's logs.
         log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: None }),
         restart_policy: Some(RestartPolicy {
             name: Some(RestartPolicyNameEnum::NO),
             maximum_retry_count: None,
         }),
-        // The agent's own stack is small: on gVisor all of it is resident. Its children get the usual size.
+        // On gVisor all of the agent's stack is resident, so it is small. The agent's children get the usual size.
         ulimits: context.runtime.map(|_| vec![small_stack()]),
         ..HostConfig::default()
     };
@@ -105,7 +105,7 @@ pub(crate) fn container(spec: &SandboxSpec, context: &ContainerContext<'_>) -> C
         entrypoint: Some(vec![GUEST_PATH.to_owned()]),
         cmd: Some(vec!["init".to_owned()]),
         open_stdin: Some(true),
-        // The channel's end must reach the agent when the server is gone.
+        // When the server is gone, the agent must see the end of the channel.
         stdin_once: Some(true),
         attach_stdin: Some(true),
         attach_stdout: Some(true),
@@ -116,7 +116,7 @@ pub(crate) fn container(spec: &SandboxSpec, context: &ContainerContext<'_>) -> C
     }
 }
 
-/// The same container without a disk, with other labels: it belongs to no workspace.
+/// The container without a disk and with other labels, for a probe.
 pub(crate) fn without_disk(
     spec: &SandboxSpec,
     context: &ContainerContext<'_>,
@@ -131,12 +131,12 @@ pub(crate) fn without_disk(
     body
 }
 
-/// What a sandbox may write outside its volumes: as much as its disk holds, and in any case enough to install something.
+/// The limit for files outside the volumes: the size of the disk, and at least enough to install software.
 fn root_limit(spec: &SandboxSpec) -> u64 {
     spec.limits.disk.max(LEAST_ROOT_LIMIT).bytes()
 }
 
-/// The tasks of the host that a container may have: the second limit, when the one inside fails.
+/// The limit of host tasks of a container. It applies if the limit inside the sandbox fails.
 fn host_tasks(max_tasks: u32, is_gvisor: bool) -> u32 {
     let most = max_tasks.saturating_add(AGENT_TASKS);
     if is_gvisor { most.saturating_mul(GVISOR_TASKS_EACH).saturating_add(GVISOR_TASKS) } else { most }
@@ -165,8 +165,8 @@ fn mounts(
     std::iter::once(own).chain(named).chain(guest).collect()
 }
 
-/// The volume that all containers of the installation read our binaries from. The engine mounts it read-only: what counts is
-/// that the host refuses writes, not what the sandbox is told.
+/// The volume with the guest binaries, for all containers of the installation. The engine mounts it read-only, so the host
+/// refuses writes; a read-only flag inside the sandbox could be cleared there.
 fn guest_volume(guest: &GuestVolume, installation: InstallationId) -> Mount {
     let labels = HashMap::from([(LABEL_INSTALLATION.to_owned(), installation.to_string())]);
     let mount = volume_with_options(
@@ -178,10 +178,10 @@ fn guest_volume(guest: &GuestVolume, installation: InstallationId) -> Mount {
     Mount { read_only: Some(true), ..mount }
 }
 
-/// A disk that has its bytes from the first keeps them; the others give back what is deleted in them.
+/// Mount options of disks. A disk with reserved bytes keeps them; the others give deleted blocks back to the host.
 fn disk_mount_options(disks: &Disks) -> String {
-    let give_back = if disks.are_reserved() { "" } else { GIVE_BACK };
-    format!("{DISK_MOUNT_OPTIONS}{give_back}")
+    let discard = if disks.are_reserved() { "" } else { DISCARD };
+    format!("{DISK_MOUNT_OPTIONS}{discard}")
 }
 
 /// A volume on a device of its own, or an ordinary one.
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_secret_is_in_the_containers_settings() {
+    fn variables_are_not_in_the_containers_settings() {
         let body = container(
             &spec(ResourceLimits::default(), NetworkMode::Nat),
             &context(InstallationId::generate()),
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn isolated_means_no_network_and_more_cpus_than_there_are_means_all() {
+    fn isolated_containers_have_no_network_and_cpu_limits_stop_at_the_hosts_cpus() {
         let limits = ResourceLimits { cpu: "8".parse().unwrap(), ..ResourceLimits::default() };
         let body = container(&spec(limits, NetworkMode::Isolated), &context(InstallationId::generate()));
         let host = body.host_config.unwrap();

@@ -1,7 +1,7 @@
 //! A container's standard streams as one byte stream each way.
 //!
-//! The engine mixes standard output and error in frames of its own. Output is the channel; what the agent writes to
-//! standard error is its log and goes to ours. A guest can write there too, so only a few lines a minute are taken.
+//! The engine multiplexes standard output and error in frames. Standard output is the channel. Standard error is the agent's
+//! log and goes to the server's log. A guest can write there too, so only a few lines a minute are logged.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -15,9 +15,9 @@ use tokio::time::Instant;
 
 type Output = Pin<Box<dyn Stream<Item = Result<LogOutput, bollard::errors::Error>> + Send>>;
 
-/// How much of one log line of an agent is kept.
+/// Bytes of one message of an agent that are logged.
 const MAX_LOG_BYTES: usize = 1000;
-/// How many lines of one agent are logged in [`LOG_PERIOD`].
+/// Lines of one agent that are logged in a [`LOG_PERIOD`].
 const MAX_LOG_LINES: u32 = 20;
 const LOG_PERIOD: Duration = Duration::from_secs(60);
 
@@ -31,12 +31,12 @@ pub(crate) struct Attached {
 pub(crate) struct OutputReader {
     log: AgentLog,
     output: Output,
-    left: Bytes,
+    unread: Bytes,
 }
 
 impl Attached {
     pub(super) fn new(container: &str, output: Output, writer: Pin<Box<dyn AsyncWrite + Send>>) -> Self {
-        Self { reader: OutputReader { log: AgentLog::new(container), output, left: Bytes::new() }, writer }
+        Self { reader: OutputReader { log: AgentLog::new(container), output, unread: Bytes::new() }, writer }
     }
 }
 
@@ -47,9 +47,9 @@ impl AsyncRead for OutputReader {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<std::io::Result<()>> {
         loop {
-            if !self.left.is_empty() {
-                let length = self.left.len().min(buf.remaining());
-                let bytes = self.left.split_to(length);
+            if !self.unread.is_empty() {
+                let length = self.unread.len().min(buf.remaining());
+                let bytes = self.unread.split_to(length);
                 buf.put_slice(&bytes);
                 return Poll::Ready(Ok(()));
             }
@@ -59,7 +59,7 @@ impl AsyncRead for OutputReader {
                     LogOutput::StdOut { message }
                     | LogOutput::Console { message }
                     | LogOutput::StdIn { message },
-                )) => self.left = message,
+                )) => self.unread = message,
                 Some(Err(error)) => return Poll::Ready(Err(std::io::Error::other(error))),
                 None => return Poll::Ready(Ok(())),
             }
@@ -67,12 +67,12 @@ impl AsyncRead for OutputReader {
     }
 }
 
-/// Hands an agent's log lines on to the server's log, a few a minute.
+/// Writes an agent's log lines to the server's log, a few a minute.
 struct AgentLog {
     container: String,
-    /// When the current period began.
+    /// The begin of the current period.
     began: Instant,
-    /// Lines in the current period, also those that were not logged.
+    /// Lines in the current period, logged or not.
     lines: u32,
 }
 
@@ -85,20 +85,20 @@ impl AgentLog {
         let text = String::from_utf8_lossy(&message[..message.len().min(MAX_LOG_BYTES)]);
         for line in text.lines().filter(|line| !line.trim().is_empty()) {
             if self.admits() {
-                tracing::info!(container = self.container, agent = %line.escape_debug(), "the guest agent says");
+                tracing::info!(container = self.container, agent = %line.escape_debug(), "log line of the guest agent");
             }
         }
     }
 
-    /// Whether one more line is logged. Says how many were not, once the period is over.
+    /// Whether one more line may be logged. Logs the number of omitted lines when a period ends.
     fn admits(&mut self) -> bool {
         if self.began.elapsed() >= LOG_PERIOD {
-            let left_out = self.lines.saturating_sub(MAX_LOG_LINES);
-            if left_out > 0 {
+            let omitted = self.lines.saturating_sub(MAX_LOG_LINES);
+            if omitted > 0 {
                 tracing::warn!(
                     container = self.container,
-                    left_out,
-                    "lines of the guest agent were left out of the log"
+                    omitted,
+                    "lines of the guest agent were omitted from the log"
                 );
             }
             *self = Self::new(&self.container);
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_guest_that_floods_the_log_gets_a_few_lines_a_minute() {
+    async fn a_flooding_guest_gets_a_few_log_lines_a_minute() {
         let mut log = AgentLog::new("container");
         for _ in 0..3 {
             assert_eq!((0..10_000).filter(|_| log.admits()).count(), 20);

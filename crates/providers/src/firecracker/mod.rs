@@ -1,8 +1,8 @@
 //! Firecracker microVMs, made by a manager on a host with KVM.
 //!
-//! The manager keeps everything that is a microVM's: disk, process, interface, rules. The provider asks for it over the
-//! manager's REST API, and reaches the guest agent by a request to the manager that becomes the channel. Images come
-//! from the Docker engine: the first microVM of an image has its files exported and sent to the manager.
+//! The manager owns all parts of a microVM: disk, process, interface, rules. The provider uses the manager's REST API. The
+//! channel to the guest agent is an upgraded request. Images come from an image source: before the first microVM of an image, its
+//! root file system is sent to the manager.
 
 mod client;
 mod images;

@@ -1,4 +1,4 @@
-//! The provider itself.
+//! The Firecracker provider: each method of the trait is a request to the manager.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -47,7 +47,7 @@ pub(crate) fn entry() -> ProviderEntry {
     }
 }
 
-/// MicroVMs of a manager.
+/// MicroVMs of a Firecracker manager.
 struct FirecrackerProvider {
     installation: InstallationId,
     client: Client,
@@ -81,7 +81,7 @@ impl FirecrackerProvider {
         Ok(Self { installation, client, images, starts: StartHistory::default() })
     }
 
-    /// A channel to a microVM that runs, configured.
+    /// Opens a channel to a running microVM and configures its agent.
     async fn greet(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
         let stream = self.client.channel(&format!("{}/channel", machine(spec.id))).await?;
         let (reader, writer) = tokio::io::split(stream);
@@ -243,14 +243,14 @@ impl WorkspaceProvider for FirecrackerProvider {
     }
 
     async fn unpause(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        let gone_on: Result<Machine, _> = self.client.end(&format!("{}/go-on", machine(id))).await;
-        gone_on.map(drop)
+        let unpaused: Result<Machine, _> = self.client.end(&format!("{}/go-on", machine(id))).await;
+        unpaused.map(drop)
     }
 
     async fn snapshots(&self) -> Result<Vec<SnapshotId>, ProviderError> {
         let list: MachineSnapshotList = self.client.get("/v1/snapshots").await?;
-        let ours = list.snapshots.into_iter().filter(|each| each.installation == self.installation);
-        Ok(ours.map(|each| each.id).collect())
+        let own = list.snapshots.into_iter().filter(|each| each.installation == self.installation);
+        Ok(own.map(|each| each.id).collect())
     }
 
     async fn exit_reason(&self, id: WorkspaceId) -> Option<SandboxExit> {
