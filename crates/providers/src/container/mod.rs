@@ -10,6 +10,8 @@ mod disk;
 mod disk_watch;
 mod engine;
 mod engine_error;
+#[cfg(test)]
+mod engine_tests;
 mod entries;
 mod firewall;
 mod guest_files;
