@@ -1,15 +1,15 @@
-//! Named places where a test can kill the process, as `kill -9` or a power cut would.
+//! Failpoints: named places in the code where a test can kill the process, as `kill -9` or a power cut would.
 //!
-//! `EMERGENT_FAILPOINT=create.row_written` kills it the first time it gets there, `create.row_written@3` the third.
-//! Release builds have no such places: the macro is empty there.
+//! `EMERGENT_FAILPOINT=create.row_written` kills the process the first time that it reaches the failpoint,
+//! `create.row_written@3` the third time. Release builds have no failpoints: the macro expands to nothing.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Names the place to die at.
+/// The environment variable that names the failpoint to kill at.
 pub const VARIABLE: &str = "EMERGENT_FAILPOINT";
 
-/// A place where a test can kill the process.
+/// Marks a failpoint.
 #[macro_export]
 macro_rules! failpoint {
     ($name:literal) => {
@@ -18,32 +18,32 @@ macro_rules! failpoint {
     };
 }
 
-struct Wanted {
+struct Armed {
     name: String,
-    /// Times it is passed before it kills.
+    /// The number of times left until the process is killed.
     left: AtomicUsize,
 }
 
-/// The process got to a place: ends it, without a last word, if this is the one.
+/// Called by [`failpoint!`]: kills the process if this failpoint is armed and its count is reached.
 #[doc(hidden)]
 pub fn reach(name: &str) {
-    static WANTED: OnceLock<Option<Wanted>> = OnceLock::new();
-    let wanted = WANTED.get_or_init(|| std::env::var(VARIABLE).ok().map(|text| parse(&text)));
-    if let Some(wanted) = wanted
-        && wanted.name == name
-        && wanted.left.fetch_sub(1, Ordering::SeqCst) == 1
+    static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
+    let armed = ARMED.get_or_init(|| std::env::var(VARIABLE).ok().map(|text| parse(&text)));
+    if let Some(armed) = armed
+        && armed.name == name
+        && armed.left.fetch_sub(1, Ordering::SeqCst) == 1
     {
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-        // The signal is on its way; this thread must not do anything more.
+        // The signal arrives in a moment. This thread must do nothing until then.
         loop {
             std::thread::park();
         }
     }
 }
 
-fn parse(text: &str) -> Wanted {
+fn parse(text: &str) -> Armed {
     let (name, times) = text.split_once('@').unwrap_or((text, "1"));
-    Wanted { name: name.to_owned(), left: AtomicUsize::new(times.parse().unwrap_or(1)) }
+    Armed { name: name.to_owned(), left: AtomicUsize::new(times.parse().unwrap_or(1)) }
 }
 
 #[cfg(test)]
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_may_be_meant_later_than_the_first_time() {
+    fn a_failpoint_can_be_armed_for_a_later_pass() {
         assert_eq!(parse("a.b").left.into_inner(), 1);
         let third = parse("a.b@3");
         assert_eq!((third.name.as_str(), third.left.into_inner()), ("a.b", 3));

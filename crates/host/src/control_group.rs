@@ -1,7 +1,7 @@
-//! Control groups of sandboxes: the last word over processes that their engine can't end.
+//! Kills the processes of a sandbox through its control group, when its engine can't.
 //!
-//! An engine that kills a sandbox asks the sandbox's own runtime, which needs CPU time that a fork bomb leaves nobody. The
-//! kernel knows all processes of a group, and no process leaves the group it was put in.
+//! An engine that kills a sandbox asks the sandbox's runtime, and that needs CPU time, which a fork bomb takes. The kernel
+//! kills without it: it knows all processes of a group, and a process of a sandbox can't leave its group.
 
 use std::fs;
 use std::io;
@@ -10,29 +10,31 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::procfs::{GroupMembership, group_memberships};
+
 pub(crate) const ROOT: &str = "/sys/fs/cgroup";
-/// How long killed processes may take to be gone.
+/// The time limit for killed processes to end.
 const END_TIME: Duration = Duration::from_secs(8);
-/// How often they are looked for meanwhile: their end is told to their parents alone.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How often the group is read meanwhile. The kernel reports the end of a process to its parent only.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The group of one sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlGroup {
     directory: PathBuf,
-    /// Where all of the group's processes can be made to stand still, in version 1.
+    /// The group of the freezer controller, which version 1 has. Frozen processes do not run, so they can't fork.
     freezer: Option<PathBuf>,
 }
 
 impl ControlGroup {
-    /// The group of a process, if it is one of the sandbox's own: its name holds `name`. Never one that others are in.
+    /// The control group of a process, if the group is the sandbox's own: the group's name contains `name`. A group that other
+    /// processes share is never returned.
     pub fn of(pid: i64, name: &str) -> Option<Self> {
-        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-        Self::find(Path::new(ROOT), &groups, name)
+        let memberships = group_memberships(i32::try_from(pid).ok()?).ok()??;
+        Self::find(Path::new(ROOT), &memberships, name)
     }
 
-    /// `groups` is what `/proc/PID/cgroup` says, of either version.
-    fn find(root: &Path, groups: &str, name: &str) -> Option<Self> {
+    fn find(root: &Path, groups: &[GroupMembership], name: &str) -> Option<Self> {
         let own = |controller: &str| own_path(groups, name, controller);
         let first = ["pids", "memory"].into_iter().find_map(|controller| {
             let directory = root.join(controller).join(own(controller)?);
@@ -46,7 +48,7 @@ impl ControlGroup {
         directory.join("cgroup.procs").exists().then_some(Self { directory, freezer: None })
     }
 
-    /// Kills every process of the group and waits until they are gone. A group that is gone has none.
+    /// Kills every process of the group and waits until they have ended. A group that is gone has no processes.
     pub fn kill(&self) -> io::Result<()> {
         let deadline = Instant::now() + END_TIME;
         loop {
@@ -58,16 +60,16 @@ impl ControlGroup {
                 let left = processes.len();
                 return Err(io::Error::new(
                     io::ErrorKind::TimedOut,
-                    format!("{left} processes of {} do not end", self.directory.display()),
+                    format!("{left} killed processes of {} have not ended", self.directory.display()),
                 ));
             }
             self.kill_once(&processes);
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     fn kill_once(&self, processes: &[i32]) {
-        // Version 2 does it at once, whatever they fork.
+        // Version 2 kills the whole group in one step, so forks do not escape.
         if fs::write(self.directory.join("cgroup.kill"), "1").is_ok() {
             return;
         }
@@ -78,7 +80,7 @@ impl ControlGroup {
         self.freeze(false);
     }
 
-    /// Without a freezer, processes that fork are killed in the next round.
+    /// Without a freezer, processes that fork meanwhile are killed in the next round.
     fn freeze(&self, frozen: bool) {
         if let Some(freezer) = &self.freezer {
             let _ = fs::write(freezer.join("freezer.state"), if frozen { "FROZEN" } else { "THAWED" });
@@ -93,19 +95,19 @@ impl ControlGroup {
     }
 }
 
-/// The path of the group that a process is in, from `/proc/PID/cgroup` and for one controller (version 2: the empty name). None
-/// unless the group's name holds `name`.
-pub(crate) fn own_path(groups: &str, name: &str, controller: &str) -> Option<String> {
-    groups.lines().find_map(|line| {
-        let mut fields = line.splitn(3, ':');
-        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        let is_named = Path::new(path).file_name()?.to_str()?.contains(name);
-        let is_it = controllers.split(',').any(|one| one == controller);
-        (is_it && is_named && !name.is_empty()).then(|| path.trim_start_matches('/').to_owned())
-    })
+/// The path of a process's group for one controller (version 2: the empty name). `None` unless the group's name contains
+/// `name`.
+pub(crate) fn own_path<'a>(groups: &'a [GroupMembership], name: &str, controller: &str) -> Option<&'a Path> {
+    let is_own = |group: &&GroupMembership| {
+        let group_name = group.path.file_name().and_then(|name| name.to_str());
+        group.has_controller(controller)
+            && !name.is_empty()
+            && group_name.is_some_and(|group_name| group_name.contains(name))
+    };
+    groups.iter().find(is_own).map(|group| group.path.as_path())
 }
 
-/// The processes of a group and of those below it.
+/// Collects the processes of a group and of the groups below it.
 fn collect(directory: &Path, found: &mut Vec<i32>) {
     let text = fs::read_to_string(directory.join("cgroup.procs")).unwrap_or_default();
     found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
@@ -120,6 +122,11 @@ fn collect(directory: &Path, found: &mut Vec<i32>) {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
+    use crate::procfs::parse_group_memberships;
+
+    fn find(root: &Path, groups: &str, name: &str) -> Option<ControlGroup> {
+        ControlGroup::find(root, &parse_group_memberships(groups), name)
+    }
 
     fn root_with(directories: &[&str]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
@@ -132,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_found_in_both_versions_and_only_if_it_is_the_sandboxes_own() {
+    fn only_the_sandboxes_own_group_is_found_in_both_versions() {
         let root = root_with(&[
             "pids/docker/abc",
             "freezer/docker/abc",
@@ -140,16 +147,16 @@ mod tests {
             "pids/docker",
         ]);
         let first = "9:freezer:/docker/abc\n8:pids:/docker/abc\n0::/\n";
-        let found = ControlGroup::find(root.path(), first, "abc").unwrap();
+        let found = find(root.path(), first, "abc").unwrap();
         assert_eq!(found.directory, root.path().join("pids/docker/abc"));
         assert_eq!(found.freezer, Some(root.path().join("freezer/docker/abc")));
         let second = "0::/system.slice/docker-abc.scope\n";
-        let found = ControlGroup::find(root.path(), second, "abc").unwrap();
+        let found = find(root.path(), second, "abc").unwrap();
         assert_eq!(found.directory, root.path().join("system.slice/docker-abc.scope"));
         // The engine's own group, the root, a process that is gone.
-        assert_eq!(ControlGroup::find(root.path(), "8:pids:/docker\n0::/\n", "abc"), None);
-        assert_eq!(ControlGroup::find(root.path(), "0::/\n", "abc"), None);
-        assert_eq!(ControlGroup::find(root.path(), "0::/\n", ""), None);
-        assert_eq!(ControlGroup::find(root.path(), "", "abc"), None);
+        assert_eq!(find(root.path(), "8:pids:/docker\n0::/\n", "abc"), None);
+        assert_eq!(find(root.path(), "0::/\n", "abc"), None);
+        assert_eq!(find(root.path(), "0::/\n", ""), None);
+        assert_eq!(find(root.path(), "", "abc"), None);
     }
 }

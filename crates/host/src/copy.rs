@@ -9,8 +9,8 @@ use crate::files::{create_private, remove_if_there};
 use rustix::fs::{SeekFrom, copy_file_range, ioctl_ficlone, seek};
 use rustix::io::Errno;
 
-/// Copies a file to one that only its owner can use: shares its blocks where the file system can, else copies what is data and leaves holes out. The copy
-/// is on disk when this returns.
+/// Copies a file to one that only its owner can use. The copy shares the file's blocks where the file system supports that;
+/// elsewhere the data is copied and the holes stay holes. The copy is on disk when this returns.
 pub fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
     let source = File::open(from)?;
     remove_if_there(to)?;
@@ -21,18 +21,18 @@ pub fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
     target.sync_all()
 }
 
-/// What a file takes on the disk, its holes left out.
+/// The bytes that a file occupies on the disk, without its holes.
 pub fn taken_bytes(path: &Path) -> io::Result<u64> {
     Ok(std::fs::metadata(path)?.blocks() * 512)
 }
 
-/// What a file may still grow by: its holes.
+/// The bytes that a file can still grow by: its holes.
 pub fn growth(path: &Path) -> io::Result<u64> {
     let file = std::fs::metadata(path)?;
     Ok(file.len().saturating_sub(file.blocks() * 512))
 }
 
-/// Takes all that a file can hold on the disk, so that a write to it never finds the disk full.
+/// Allocates all blocks of a file, so that a write to it never fails because the disk is full.
 pub fn reserve_all(file: &File, bytes: u64) -> io::Result<()> {
     Ok(rustix::fs::fallocate(file, rustix::fs::FallocateFlags::KEEP_SIZE, 0, bytes)?)
 }
@@ -44,7 +44,7 @@ fn copy_data(source: &File, target: &File) -> io::Result<()> {
     while at < size {
         let begin = match seek(source, SeekFrom::Data(at)) {
             Ok(begin) => begin,
-            // Only a hole is left.
+            // The rest of the file is a hole.
             Err(Errno::NXIO) => break,
             Err(errno) => return Err(errno.into()),
         };

@@ -12,8 +12,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::control_group::{ROOT, own_path};
+use crate::procfs::{GroupMembership, group_memberships};
 
-/// The weight of a group that nobody has set, in version 1 (`cpu.shares`) and in version 2 (`cpu.weight`).
+/// The kernel's default weight of a group, in version 1 (`cpu.shares`) and in version 2 (`cpu.weight`).
 const DEFAULT_SHARES: u64 = 1024;
 const DEFAULT_WEIGHT: u64 = 100;
 
@@ -53,15 +54,14 @@ struct CpuSet {
 }
 
 impl CpuGroup {
-    /// The group of a process, if it is one of the sandbox's own: its name holds `name`. Outside the background it has the weight
-    /// `shares`, where ordinary programs have 1024.
+    /// The group of a process, if the group is the sandbox's own: the group's name contains `name`. Outside the background it has the
+    /// weight `shares`; ordinary programs have 1024.
     pub fn of(pid: i64, name: &str, shares: u32) -> Option<Self> {
-        let groups = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-        Self::find(Path::new(ROOT), &groups, name, shares)
+        let memberships = group_memberships(i32::try_from(pid).ok()?).ok()??;
+        Self::find(Path::new(ROOT), &memberships, name, shares)
     }
 
-    /// `groups` is the content of `/proc/PID/cgroup`.
-    fn find(root: &Path, groups: &str, name: &str, shares: u32) -> Option<Self> {
+    fn find(root: &Path, groups: &[GroupMembership], name: &str, shares: u32) -> Option<Self> {
         let own = |controller: &str| own_path(groups, name, controller);
         let v1 = |controller: &str| own(controller).map(|path| root.join(controller).join(path));
         let found = if let (Some(cpu), Some(usage)) = (v1("cpu"), v1("cpuacct")) {
@@ -90,7 +90,7 @@ impl CpuGroup {
         found.idle.exists().then_some(Self { cpuset, ..found })
     }
 
-    /// CPU time that the group's processes have used; none once the group is gone.
+    /// CPU time that the group's processes have used. `None` once the group is gone.
     pub fn used(&self) -> Option<Duration> {
         match &self.usage {
             Usage::V1(path) => read_number(path).map(Duration::from_nanos),
@@ -108,7 +108,7 @@ impl CpuGroup {
     }
 
     /// Puts the group into the background, or takes it back. With `leave_one_cpu` its processes stay off one CPU, the same for
-    /// all groups. Does nothing that is done already.
+    /// all groups. Settings that are in place are not written again.
     pub fn set_background(&self, background: bool, leave_one_cpu: bool) -> io::Result<()> {
         if self.is_background() != background {
             fs::write(&self.idle, if background { "1" } else { "0" })?;
@@ -125,7 +125,7 @@ impl CpuSet {
         let all = fs::read_to_string(&self.parent)?;
         let wanted = match without_last_cpu(all.trim()) {
             Some(rest) if leave_one_cpu => rest,
-            // Version 1 wants a list; in version 2 nothing means what the parent has.
+            // Version 1 needs a list. In version 2 an empty list means the parent's CPUs.
             _ if self.is_v1 => all.trim().to_owned(),
             _ => String::new(),
         };
@@ -136,7 +136,7 @@ impl CpuSet {
     }
 }
 
-/// A list of CPUs as the kernel writes it (`0-3,8`), without its last one; none if it has only one.
+/// Removes the last CPU from a list as the kernel writes it (`0-3,8`). `None` if the list has only one.
 fn without_last_cpu(list: &str) -> Option<String> {
     let (before, last) = list.rsplit_once(',').map_or((None, list), |(before, last)| (Some(before), last));
     let shortened = last.split_once('-').and_then(|(first, end)| {
@@ -159,6 +159,11 @@ fn read_number(path: &Path) -> Option<u64> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
+    use crate::procfs::parse_group_memberships;
+
+    fn find(root: &Path, groups: &str, name: &str, shares: u32) -> Option<CpuGroup> {
+        CpuGroup::find(root, &parse_group_memberships(groups), name, shares)
+    }
 
     fn write(root: &Path, files: &[(&str, &str)]) {
         for (path, text) in files {
@@ -184,7 +189,7 @@ mod tests {
         ];
         write(root.path(), &files);
         let groups = "3:cpuset:/docker/abc\n2:cpuacct:/docker/abc\n1:cpu:/docker/abc\n0::/\n";
-        let group = CpuGroup::find(root.path(), groups, "abc", 256).unwrap();
+        let group = find(root.path(), groups, "abc", 256).unwrap();
         assert_eq!(group.used(), Some(Duration::from_millis(1500)));
         group.set_background(true, true).unwrap();
         assert!(group.is_background());
@@ -194,7 +199,7 @@ mod tests {
         group.set_background(false, false).unwrap();
         assert!(!group.is_background());
         assert_eq!(read(root.path(), "cpu/docker/abc/cpu.shares"), "256");
-        assert_eq!(CpuGroup::find(root.path(), groups, "other", 256), None);
+        assert_eq!(find(root.path(), groups, "other", 256), None);
     }
 
     #[test]
@@ -208,7 +213,7 @@ mod tests {
             ("system.slice/cpuset.cpus.effective", "0-3,8\n"),
         ];
         write(root.path(), &files);
-        let group = CpuGroup::find(root.path(), "0::/system.slice/docker-abc.scope\n", "abc", 256).unwrap();
+        let group = find(root.path(), "0::/system.slice/docker-abc.scope\n", "abc", 256).unwrap();
         assert_eq!(group.used(), Some(Duration::from_millis(2500)));
         group.set_background(true, true).unwrap();
         assert_eq!(read(root.path(), "system.slice/docker-abc.scope/cpuset.cpus"), "0-3");
@@ -218,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn one_cpu_is_left_out_of_every_kind_of_list() {
+    fn the_last_cpu_is_removed_from_every_form_of_list() {
         for (list, rest) in [
             ("0-1", "0"),
             ("0-3", "0-2"),

@@ -1,4 +1,4 @@
-//! The state of an ext4 file system, read from its first block and from what the kernel says while it is mounted.
+//! The state of an ext4 file system: from its superblock, and from the kernel's counters while it is mounted.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -8,39 +8,39 @@ use std::path::Path;
 
 use crate::program::{command, failure};
 
-/// Where the superblock is, and in it the magic number, the state, and the features that all who mount it must know.
+/// The offset of the superblock, and in it those of the magic number, the state, and the incompatible features.
 const SUPERBLOCK_AT: u64 = 1024;
 const MAGIC_AT: usize = 0x38;
 const STATE_AT: usize = 0x3A;
 const FEATURES_AT: usize = 0x60;
 const MAGIC: u16 = 0xEF53;
-/// The bit of the state that says that errors were found.
+/// The state's bit for "errors were found".
 const HAS_ERRORS: u16 = 0x0002;
-/// The feature that says that the journal holds what is not yet in place. A journal that was given up keeps its error to itself.
+/// The feature's bit for "the journal has to be replayed". An aborted journal does not set the error bit, but this one.
 const NEEDS_RECOVERY: u16 = 0x0004;
 
-/// Whether the file system in an image may have errors: it says so itself, or it was not left in order.
+/// Whether the file system in an image may have errors: its error bit is set, or it was not unmounted cleanly.
 pub fn may_have_errors(image: &Path) -> io::Result<bool> {
     let mut block = [0_u8; FEATURES_AT + 4];
     File::open(image)?.read_exact_at(&mut block, SUPERBLOCK_AT)?;
     let number = |at: usize| u16::from_le_bytes([block[at], block[at + 1]]);
     if number(MAGIC_AT) != MAGIC {
-        let message = format!("{} holds no ext4 file system", image.display());
+        let message = format!("{} contains no ext4 file system", image.display());
         return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     }
     Ok(number(STATE_AT) & HAS_ERRORS != 0 || number(FEATURES_AT) & NEEDS_RECOVERY != 0)
 }
 
-/// Errors that the kernel has met on a file system since it was mounted or made; none if the device is not mounted.
+/// The number of errors that the kernel has found on a mounted file system. `None` if the device is not mounted.
 pub fn errors_while_mounted(device: &Path) -> Option<u64> {
     let name = fs::canonicalize(device).ok()?;
     let file = Path::new("/sys/fs/ext4").join(name.file_name()?).join("errors_count");
     fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// Checks a file system that nobody uses, and mends what it can. Replaying the journal is part of it.
+/// Checks a file system that is not mounted and repairs it. Its journal is replayed first.
 pub fn check(image: &Path) -> io::Result<()> {
-    // Once with what is safe to mend without being asked, then with all that can be mended.
+    // First only the repairs that are always safe, then all of them.
     match run_e2fsck(image, "-p")? {
         Ok(()) => Ok(()),
         Err(_) => run_e2fsck(image, "-y")?,
@@ -50,7 +50,7 @@ pub fn check(image: &Path) -> io::Result<()> {
 fn run_e2fsck(image: &Path, how: &str) -> io::Result<io::Result<()>> {
     let arguments = [OsStr::new("-f"), OsStr::new(how), image.as_os_str()];
     let output = command("e2fsck").args(arguments).output()?;
-    // 1: something was mended, which the journal counts as.
+    // Status 1: something was repaired. A replayed journal counts as a repair.
     Ok(match output.status.code() {
         Some(0 | 1) => Ok(()),
         _ => Err(failure("e2fsck", &output)),
@@ -64,7 +64,7 @@ mod tests {
     use crate::program::run;
 
     #[test]
-    fn a_file_system_with_errors_is_known_and_mended() {
+    fn a_file_system_with_errors_is_detected_and_repaired() {
         let directory = tempfile::tempdir().unwrap();
         let image = directory.path().join("disk.img");
         File::create(&image).unwrap().set_len(16 << 20).unwrap();

@@ -1,7 +1,7 @@
-//! Files of the host.
+//! Private files and atomic writes.
 //!
-//! Invariant: a file that is written here is private from its first byte, and it is written under a name that nobody else
-//! could have prepared: temporaries have random names and are opened with `O_EXCL | O_NOFOLLOW`.
+//! Invariant: a file is private from its first byte. It is written under a random name and opened with
+//! `O_EXCL | O_NOFOLLOW`, so another user can't have prepared a file or a link under that name.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
-/// Removes a file. One that is not there is removed.
+/// Removes a file. A file that does not exist counts as removed.
 pub fn remove_if_there(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -18,7 +18,7 @@ pub fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes a whole file, or leaves the one that is there: the bytes are on disk before the file has its name.
+/// Writes a whole file, or leaves the existing one unchanged: the bytes are on disk before the file gets its name.
 pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let (temporary, mut file) = create_temporary(path)?;
     let written = file
@@ -32,7 +32,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> 
     written
 }
 
-/// A new, empty, private file beside `path`, under a random name that ends with `.new`.
+/// Creates an empty private file beside `path`, under a random name that ends with `.new`.
 pub fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = path.with_file_name(format!(".{name}-{}.new", random_name()?));
@@ -40,19 +40,19 @@ pub fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     Ok((temporary, file))
 }
 
-/// A new, empty file that only its owner can use. Fails if anything has that name, a link included.
+/// Creates an empty file that only its owner can use. Fails if the name is taken, also by a link.
 pub fn create_private(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(File::from(openat(CWD, path, flags, Mode::RUSR | Mode::WUSR)?))
 }
 
-/// A directory that only its owner can enter. One that is there is made so.
+/// Creates a directory that only its owner can enter. An existing one gets these rights.
 pub fn ensure_private_directory(path: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
     make_private(path, 0o700)
 }
 
-/// Takes all rights from everybody but the owner of each file in a directory, which links are not followed from.
+/// Removes all rights of others from each file in a directory. Links are not followed.
 pub fn make_files_private(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
@@ -70,7 +70,7 @@ fn make_private(path: &Path, mode: u32) -> io::Result<()> {
     fs::set_permissions(path, Permissions::from_mode(mode))
 }
 
-/// Sixteen random characters.
+/// Sixteen random hexadecimal digits.
 fn random_name() -> io::Result<String> {
     let mut bytes = [0_u8; 8];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn a_planted_link_is_never_written_through() {
+    fn a_write_never_follows_a_planted_link() {
         let directory = tempfile::tempdir().unwrap();
         let (victim, planted) = (directory.path().join("victim"), directory.path().join("planted"));
         fs::write(&victim, "untouched").unwrap();

@@ -1,12 +1,15 @@
-//! Firewall rules in chains of our own. Those of others are never changed: a jump to each of our chains is all we add.
+//! Firewall rules in our own chains. Rules of other programs are never changed: the only addition to their chains is a jump
+//! to each of ours.
 
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 use std::process::Stdio;
 
+use rustix::thread::CapabilitySet;
+
 use crate::program::command;
 
-/// Networks that are not the internet.
+/// Networks that are not part of the internet.
 pub const PRIVATE: [&str; 12] = [
     "0.0.0.0/8",
     "10.0.0.0/8",
@@ -22,16 +25,72 @@ pub const PRIVATE: [&str; 12] = [
     "255.255.255.255/32",
 ];
 
-/// The table in which packets can be refused with a word to the sender.
+/// The table that refuses packets with an answer to the sender (REJECT).
 pub const FILTER: &str = "filter";
-/// Where what got past that is dropped, best first: one comes after it, and where a kernel does not have that one, one
-/// before it does (and then nobody is told).
+/// Tables that enforce the same rules a second time (DROP), in order of preference. `security` comes after `filter`. Some
+/// kernels do not have it; `mangle` comes before `filter`, so senders get no answer there.
 pub const GUARDS: [&str; 2] = ["security", "mangle"];
 
-/// Who else changes the rules may hold their lock for so long, in seconds.
+/// The time limit for another program to release the lock of the rules, in seconds.
 const LOCK_SECONDS: &str = "10";
-/// How `iptables` ends when it could not look at the rules: they are locked, or it may not.
-const COULD_NOT_LOOK: i32 = 4;
+/// The exit status of `iptables` when it has no access to the rules: they are locked, or the process has no rights.
+const NO_ACCESS: i32 = 4;
+
+/// Why the firewall's rules could not be read or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum FirewallError {
+    /// The program could not be run.
+    #[error("{program} can't be used: {reason}")]
+    NotRun {
+        /// The program.
+        program: String,
+        /// Why.
+        reason: io::Error,
+    },
+    /// `iptables-restore` did not load our rules.
+    #[error("{program} refused our rules: {stderr}")]
+    RulesRefused {
+        /// The program.
+        program: String,
+        /// What it wrote to its standard error.
+        stderr: String,
+    },
+    /// Another program held the lock of the rules for too long.
+    #[error("{command}: {stderr}")]
+    Locked {
+        /// The command line.
+        command: String,
+        /// What it wrote to its standard error.
+        stderr: String,
+    },
+    /// `iptables` refused a command.
+    #[error("{command}: {stderr}")]
+    CommandRefused {
+        /// The command line.
+        command: String,
+        /// What it wrote to its standard error.
+        stderr: String,
+    },
+    /// The kernel has none of [`GUARDS`].
+    #[error(
+        "no table of the kernel's firewall can be used; load the kernel's modules (modprobe ip_tables ip6_tables)"
+    )]
+    NoGuard,
+    /// A setting of the kernel could not be changed.
+    #[error("{path}: {reason}")]
+    Setting {
+        /// The file of the setting.
+        path: &'static str,
+        /// Why.
+        reason: io::Error,
+    },
+}
+
+impl From<FirewallError> for String {
+    fn from(error: FirewallError) -> Self {
+        error.to_string()
+    }
+}
 
 /// The rules of one version of the internet protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +115,7 @@ impl Family {
         }
     }
 
-    /// What refuses a packet in a table: with a word to its sender where that can be.
+    /// The target that refuses a packet in a table: REJECT, with an answer to the sender, where the table has it.
     pub fn refusal(self, table: &str) -> &'static str {
         match (table, self) {
             (FILTER, Self::V4) => "REJECT --reject-with icmp-admin-prohibited",
@@ -65,56 +124,71 @@ impl Family {
         }
     }
 
-    /// Loads rules as `iptables-restore` reads them. Chains that they do not name stay as they are.
-    pub fn restore(self, script: &str) -> Result<(), String> {
+    /// Loads rules in the format of `iptables-restore`. Chains that the script does not name stay as they are.
+    pub fn restore(self, script: &str) -> Result<(), FirewallError> {
         let program = format!("{}-restore", self.program());
-        let cannot = |error: std::io::Error| format!("{program} can't be used: {error}");
+        let not_run = |reason| FirewallError::NotRun { program: program.clone(), reason };
         let mut child = command(&program)
             .args(["--noflush", "-w", LOCK_SECONDS])
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(cannot)?;
+            .map_err(not_run)?;
         if let Some(mut stdin) = child.stdin.take() {
-            stdin.write_all(script.as_bytes()).map_err(cannot)?;
+            stdin.write_all(script.as_bytes()).map_err(not_run)?;
         }
-        let output = child.wait_with_output().map_err(cannot)?;
+        let output = child.wait_with_output().map_err(not_run)?;
         if output.status.success() {
             return Ok(());
         }
-        Err(format!("{program} refused our rules: {}", String::from_utf8_lossy(&output.stderr).trim()))
+        let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        Err(FirewallError::RulesRefused { program, stderr })
     }
 
     /// Runs one command on a table.
-    pub fn run(self, table: &str, arguments: &[&str]) -> Result<(), String> {
-        self.try_run(table, arguments)?
-    }
-
-    /// The same, with what the command itself refuses apart from rules that are locked.
-    fn try_run(self, table: &str, arguments: &[&str]) -> Result<Result<(), String>, String> {
+    pub fn run(self, table: &str, arguments: &[&str]) -> Result<(), FirewallError> {
         let output = command(self.program())
             .args(["-w", LOCK_SECONDS, "-t", table])
             .args(arguments)
             .output()
-            .map_err(|error| format!("{} can't be started: {error}", self.program()))?;
+            .map_err(|reason| FirewallError::NotRun { program: self.program().to_owned(), reason })?;
         if output.status.success() {
-            return Ok(Ok(()));
+            return Ok(());
         }
-        let said = String::from_utf8_lossy(&output.stderr);
-        let said = format!("{} -t {table} {}: {}", self.program(), arguments.join(" "), said.trim());
-        // Who may not look has made no rules either.
-        let is_locked = output.status.code() == Some(COULD_NOT_LOOK) && !said.contains("Permission denied");
-        if is_locked { Err(said) } else { Ok(Err(said)) }
+        let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        let command = format!("{} -t {table} {}", self.program(), arguments.join(" "));
+        // The status is the same for locked rules and for missing rights. Without the right there are no rules of ours
+        // either, so that is a refusal of the command.
+        if output.status.code() == Some(NO_ACCESS) && may_change_rules() {
+            Err(FirewallError::Locked { command, stderr })
+        } else {
+            Err(FirewallError::CommandRefused { command, stderr })
+        }
     }
 
-    /// Whether there is such a chain.
-    pub fn has_chain(self, table: &str, chain: &str) -> Result<bool, String> {
-        Ok(self.try_run(table, &["-n", "-L", chain])?.is_ok())
+    /// Runs a command whose refusal is an answer: false if `iptables` refused it.
+    fn succeeds(self, table: &str, arguments: &[&str]) -> Result<bool, FirewallError> {
+        match self.run(table, arguments) {
+            Ok(()) => Ok(true),
+            Err(FirewallError::CommandRefused { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
-    /// Puts a jump to our chain before all else in another, unless it is there.
-    pub fn ensure_jump(self, table: &str, parent: &str, packets: &[&str], chain: &str) -> Result<(), String> {
+    /// Whether a chain exists.
+    pub fn has_chain(self, table: &str, chain: &str) -> Result<bool, FirewallError> {
+        self.succeeds(table, &["-n", "-L", chain])
+    }
+
+    /// Inserts a jump to our chain at the top of another chain, unless it is there.
+    pub fn ensure_jump(
+        self,
+        table: &str,
+        parent: &str,
+        packets: &[&str],
+        chain: &str,
+    ) -> Result<(), FirewallError> {
         let rule = [packets, &["-j", chain]].concat();
         if self.run(table, &[&["-C", parent][..], &rule].concat()).is_ok() {
             return Ok(());
@@ -122,29 +196,34 @@ impl Family {
         self.run(table, &[&["-I", parent, "1"][..], &rule].concat())
     }
 
-    /// Takes our jumps out of another chain, if there is any.
+    /// Removes our jumps from another chain, if it has any.
     pub fn remove_jumps(
         self,
         table: &str,
         parent: &str,
         packets: &[&str],
         chain: &str,
-    ) -> Result<(), String> {
-        // More than one only if two of us raced.
+    ) -> Result<(), FirewallError> {
+        // There is more than one only if two servers inserted it at the same time.
         for _ in 0..4 {
-            if self.try_run(table, &[&["-D", parent][..], packets, &["-j", chain]].concat())?.is_err() {
+            if !self.succeeds(table, &[&["-D", parent][..], packets, &["-j", chain]].concat())? {
                 break;
             }
         }
         Ok(())
     }
 
-    /// Removes a chain of ours, if it is there.
-    pub fn remove_chain(self, table: &str, chain: &str) -> Result<(), String> {
+    /// Removes one of our chains, if it is there.
+    pub fn remove_chain(self, table: &str, chain: &str) -> Result<(), FirewallError> {
         if self.has_chain(table, chain)? {
             self.run(table, &["-F", chain])?;
             self.run(table, &["-X", chain])?;
         }
         Ok(())
     }
+}
+
+/// Whether the kernel lets this process read and change rules.
+fn may_change_rules() -> bool {
+    rustix::thread::capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::NET_ADMIN))
 }

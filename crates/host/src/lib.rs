@@ -1,6 +1,7 @@
-//! What those who make sandboxes do to the host: firewall rules, copies of disks, its programs, its network, locks.
+//! Operations on the host that all kinds of sandboxes need: firewall rules, disks and copies of them, control groups,
+//! private files, process locks, programs, and the parsers of `/proc`.
 //!
-//! Everything here blocks; callers who may not block run it elsewhere.
+//! Every function blocks. Async callers run it on a blocking thread.
 
 pub mod control_group;
 pub mod copy;
@@ -11,6 +12,7 @@ pub mod firewall;
 pub mod loop_device;
 pub mod network;
 pub mod process_lock;
+pub mod procfs;
 pub mod program;
 pub mod room;
 pub mod tree_size;

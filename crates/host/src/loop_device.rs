@@ -1,6 +1,7 @@
 //! Loop devices: files that the host uses as disks.
 //!
-//! A device is always found by its file, never by a remembered number, which may be another's after a restart of the host.
+//! A device is always looked up by its file. Its number is never stored, because after a restart of the host the number can
+//! belong to another file.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -10,7 +11,10 @@ use std::path::{Path, PathBuf};
 
 use crate::program::run;
 
-/// Whether the host writes to a file that is attached.
+/// The suffix that the kernel appends to the path of a file that was removed while it was attached.
+const REMOVED_SUFFIX: &str = " (deleted)";
+
+/// The access that a device gives to its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// The device can be written to.
@@ -19,7 +23,7 @@ pub enum Access {
     ReadOnly,
 }
 
-/// Attaches a file unless it is attached, and points `link` to its device.
+/// Attaches a file unless it is attached, and points the symbolic link `link` to its device.
 pub fn attach(file: &Path, link: &Path, access: Access) -> io::Result<()> {
     let device = match attached_devices(file)?.pop() {
         Some(device) => device,
@@ -41,7 +45,7 @@ pub fn attach(file: &Path, link: &Path, access: Access) -> io::Result<()> {
     fs::rename(&unfinished, link)
 }
 
-/// Detaches a file from all its devices. A file without a device is detached already.
+/// Detaches a file from all its devices. A file without a device counts as detached.
 pub fn detach(file: &Path) -> io::Result<()> {
     for device in attached_devices(file)? {
         run("losetup", &[OsStr::new("--detach"), device.as_os_str()])?;
@@ -49,8 +53,8 @@ pub fn detach(file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// The loop devices of a file. They are found by the file's inode: the path that a device shows is that of the server that
-/// attached it, and means nothing to a server in another container.
+/// The loop devices of a file. They are found by the file's inode. The path that a device shows is valid only in the
+/// container of the server that attached it.
 pub fn attached_devices(file: &Path) -> io::Result<Vec<PathBuf>> {
     if !file.exists() {
         return devices_of_path(file);
@@ -60,7 +64,7 @@ pub fn attached_devices(file: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(found.lines().map(|line| PathBuf::from(line.trim())).collect())
 }
 
-/// The loop devices of a file that is gone.
+/// The loop devices of a file that was removed.
 fn devices_of_path(file: &Path) -> io::Result<Vec<PathBuf>> {
     let mut devices = Vec::new();
     for entry in fs::read_dir("/sys/block")? {
@@ -72,8 +76,7 @@ fn devices_of_path(file: &Path) -> io::Result<Vec<PathBuf>> {
         let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else {
             continue;
         };
-        // A file that was removed while attached is shown with this ending.
-        let backing = backing.trim_end_matches('\n').trim_end_matches(" (deleted)");
+        let backing = backing.trim_end_matches('\n').trim_end_matches(REMOVED_SUFFIX);
         if Path::new(backing) == file {
             devices.push(Path::new("/dev").join(name));
         }

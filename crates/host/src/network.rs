@@ -1,11 +1,13 @@
-//! The host's network, as sandboxes need to know it.
+//! Facts about the host's network that sandboxes need: name servers and MTU.
 
 use std::net::IpAddr;
 
-/// Asked when the host has no name server that a sandbox could reach.
+use crate::procfs;
+
+/// Used when the host has no name server that a sandbox could reach.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["1.1.1.1", "8.8.8.8"];
 
-/// The host's own name servers, without those that only the host can reach.
+/// The host's name servers, without those that only the host can reach.
 pub fn host_nameservers() -> Vec<IpAddr> {
     for path in ["/etc/resolv.conf", "/run/systemd/resolve/resolv.conf"] {
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -25,15 +27,11 @@ fn parse_nameservers(text: &str) -> Vec<IpAddr> {
         .collect()
 }
 
-/// The largest packet that leaves this host: larger ones from a sandbox would vanish.
+/// The MTU of the interface of the default route. Larger packets from a sandbox would be dropped without an answer.
 pub fn default_route_mtu() -> u32 {
     let find = || -> Option<u32> {
-        let routes = std::fs::read_to_string("/proc/net/route").ok()?;
-        let interface = routes.lines().skip(1).find_map(|line| {
-            let mut fields = line.split_ascii_whitespace();
-            let (interface, destination) = (fields.next()?, fields.next()?);
-            (destination == "00000000").then(|| interface.to_owned())
-        })?;
+        let routes = procfs::routes().ok()?;
+        let interface = &routes.iter().find(|route| route.destination.is_unspecified())?.interface;
         std::fs::read_to_string(format!("/sys/class/net/{interface}/mtu")).ok()?.trim().parse().ok()
     };
     find().unwrap_or(1500).clamp(1280, 1500)
@@ -44,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn name_servers_of_the_host_that_a_sandbox_can_reach() {
+    fn loopback_and_ipv6_name_servers_are_left_out() {
         let text = "# comment\nnameserver 127.0.0.53\nnameserver 10.0.0.2\nsearch x\nnameserver ::1\nnameserver 9.9.9.9\n";
         let servers: Vec<String> = parse_nameservers(text).iter().map(ToString::to_string).collect();
         assert_eq!(servers, ["10.0.0.2", "9.9.9.9"]);

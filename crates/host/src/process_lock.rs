@@ -1,10 +1,10 @@
-//! One process for what must not have two: a database file, a directory of microVMs.
+//! A lock that one process holds at a time: for a database file, or a directory of microVMs.
 //!
-//! The lock is an `flock`, held for as long as the value lives; the kernel lets go of it however the process ends. The
-//! lock file itself stays: removing it would let a third process lock a file that is no longer there.
+//! The lock is an `flock`, held for as long as the value lives. The kernel releases it however the process ends. The lock
+//! file stays: if it were removed, a third process could lock the removed file while another locks a new one.
 //!
-//! A process that is killed while it starts another (losetup, iptables) leaves a child that holds the lock until it
-//! has become that program, a moment later: who comes then waits.
+//! A process that is killed between `fork` and `exec` of a program (losetup, iptables) leaves a child that holds the lock
+//! until its `exec`, a moment later. [`ProcessLock::wait`] waits for that.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
@@ -15,8 +15,12 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// How long a child may take to become another program.
-const CHILD_TIME: Duration = Duration::from_secs(3);
+use crate::procfs::ProcessStat;
+
+/// The time limit for a child to get from `fork` to `exec`.
+const EXEC_TIME: Duration = Duration::from_secs(3);
+/// How often the lock is tried meanwhile.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The lock, held until it is dropped.
 #[derive(Debug)]
@@ -24,23 +28,27 @@ pub struct ProcessLock {
     _file: File,
 }
 
-/// Why there is no lock.
+/// Why the lock was not taken.
 #[derive(Debug)]
 pub enum NoLock {
-    /// Another process has it: this one, if it has written down who it is.
+    /// Another process holds it. Its id, if that is readable in the lock file.
     Taken(Option<u32>),
-    /// The file can't be used.
+    /// The lock file can't be used.
     Io(io::Error),
 }
 
 impl ProcessLock {
-    /// Takes the lock that a file stands for; waits a moment where a process that has ended seems to have it.
+    /// Takes the lock of a file. Waits a moment if the process that is named in the file has ended.
     pub fn wait(path: &Path) -> Result<Self, NoLock> {
-        let deadline = Instant::now() + CHILD_TIME;
+        Self::wait_with(path, || std::thread::sleep(POLL_INTERVAL))
+    }
+
+    fn wait_with(path: &Path, mut pause: impl FnMut()) -> Result<Self, NoLock> {
+        let deadline = Instant::now() + EXEC_TIME;
         loop {
             match Self::take(path) {
                 Err(NoLock::Taken(Some(pid))) if !is_running(pid) && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(20));
+                    pause();
                 }
                 taken => return taken,
             }
@@ -55,22 +63,23 @@ impl ProcessLock {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
                 let mut text = String::new();
-                // Without it the answer is still true.
+                // The id is only for the message and for the wait above.
                 let _ = file.take(32).read_to_string(&mut text);
                 return Err(NoLock::Taken(text.trim().parse().ok()));
             }
             Err(error) => return Err(NoLock::Io(error.into())),
         }
-        // Over what was there, which also works on a full disk; and without it the lock is still taken.
+        // The text has a fixed length and replaces the one before, which also works on a full disk. The lock does not depend
+        // on it.
         let _ = file.rewind().and_then(|()| writeln!(file, "{:<10}", std::process::id()));
         Ok(Self { _file: file })
     }
 }
 
-/// Whether a process runs; one that has ended and was not waited for does not.
+/// Whether a process runs. One that has ended and was not reaped does not.
 fn is_running(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with('Z'))
+    let stat = ProcessStat::read(pid.cast_signed());
+    stat.is_ok_and(|stat| stat.is_some_and(|stat| !stat.is_dead()))
 }
 
 #[cfg(test)]
@@ -81,22 +90,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_child_of_a_process_that_is_gone_is_waited_for() {
+    fn a_lock_held_by_the_child_of_an_ended_process_is_waited_for() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("lock");
         let mut gone = Command::new("true").spawn().unwrap();
         gone.wait().unwrap();
         let mut child = Command::new("flock")
             .arg(&path)
-            .args(["sh", "-c", "echo; sleep 0.3"])
+            .args(["sh", "-c", "echo; read x"])
+            .stdin(std::process::Stdio::piped())
             .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
         child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
         std::fs::write(&path, gone.id().to_string()).unwrap();
         assert!(matches!(ProcessLock::take(&path), Err(NoLock::Taken(_))));
-        let lock = ProcessLock::wait(&path).unwrap();
-        child.wait().unwrap();
+        // The child ends during the first pause of the wait.
+        let mut stdin = child.stdin.take();
+        let mut pauses = 0;
+        let lock = ProcessLock::wait_with(&path, || {
+            pauses += 1;
+            drop(stdin.take());
+            child.wait().unwrap();
+        });
+        let lock = lock.unwrap();
+        assert_eq!(pauses, 1);
         // A process that runs is not waited for.
         let refused = ProcessLock::wait(&path);
         assert!(matches!(refused, Err(NoLock::Taken(Some(pid))) if pid == std::process::id()));

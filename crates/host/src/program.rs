@@ -4,14 +4,14 @@ use std::ffi::OsStr;
 use std::io;
 use std::process::{Command, Output, Stdio};
 
-/// A program of the host, found where such programs are and not where somebody's environment says.
+/// A command for a program of the host. The search path is fixed: the environment's `PATH` is not used.
 pub fn command(program: &str) -> Command {
     let mut command = Command::new(program);
     command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin").stdin(Stdio::null());
     command
 }
 
-/// Runs a program and returns what it printed.
+/// Runs a program and returns its standard output.
 pub fn run(program: &str, arguments: &[&OsStr]) -> io::Result<String> {
     let output = command(program).args(arguments).output()?;
     if output.status.success() {
@@ -20,7 +20,7 @@ pub fn run(program: &str, arguments: &[&OsStr]) -> io::Result<String> {
     Err(failure(program, &output))
 }
 
-/// What a program that failed has said.
+/// The error of a program that failed, with its standard error.
 pub fn failure(program: &str, output: &Output) -> io::Error {
     let said = String::from_utf8_lossy(&output.stderr);
     io::Error::other(format!("{program} failed ({}): {}", output.status, said.trim()))

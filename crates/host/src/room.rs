@@ -1,19 +1,20 @@
-//! The room on the host's disk: asked for before it is taken, because a host whose disk is full helps nobody.
+//! Admission control for the host's disk: space is reserved before it is written, because a full disk stops the server's
+//! own database and all sandboxes.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// With fewer free inodes a disk counts as full.
+/// A disk with fewer free inodes counts as full.
 const MIN_FREE_INODES: u64 = 2000;
 
-/// How much of the host's disk sandboxes may have.
+/// The share of the host's disk that sandboxes can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoomRules {
-    /// What is kept free for the server's own writes, in bytes.
+    /// The bytes that are kept free for the server's own writes.
     pub min_free_bytes: u64,
-    /// How many times over the free bytes may be promised to disks, which are seldom full. At 1 each disk has its bytes from
-    /// the first, and nobody can take them.
+    /// How many times the free bytes can be promised to disks, which are seldom full. At 1 all bytes of a disk are allocated
+    /// when it is created.
     pub overcommit: u32,
 }
 
@@ -24,13 +25,13 @@ impl Default for RoomRules {
 }
 
 impl RoomRules {
-    /// Whether each disk has all its bytes from the first.
+    /// Whether all bytes of a disk are allocated when it is created.
     pub fn reserves_all(&self) -> bool {
         self.overcommit <= 1
     }
 }
 
-/// The room on the disk of a directory, of which everybody takes a part before they write.
+/// The space on the disk of a directory. Every writer reserves a part of it first.
 #[derive(Clone, Debug)]
 pub struct Room {
     directory: PathBuf,
@@ -38,16 +39,16 @@ pub struct Room {
     taken: Arc<Mutex<Taken>>,
 }
 
-/// What was given out and is not yet seen in what is free.
+/// Reservations that the file system's free space does not show yet.
 #[derive(Clone, Copy, Debug, Default)]
 struct Taken {
     /// Bytes that will be written.
     written: u64,
-    /// Bytes that a disk may grow by.
+    /// Bytes that disks can grow by.
     promised: u64,
 }
 
-/// A part of the room, until it is dropped: then what was made of it is seen in what is free.
+/// A reservation. It ends when it is dropped: by then the file system's free space shows the bytes that were written.
 #[derive(Debug)]
 pub struct Part {
     own: Taken,
@@ -55,23 +56,23 @@ pub struct Part {
 }
 
 impl Room {
-    /// The room on the disk of this directory.
+    /// The space on the disk of this directory.
     pub fn new(directory: &Path, rules: RoomRules) -> Self {
         Self { directory: directory.to_owned(), rules, taken: Arc::default() }
     }
 
-    /// How much may be given out.
+    /// The rules that reservations follow.
     pub fn rules(&self) -> RoomRules {
         self.rules
     }
 
-    /// Takes room for bytes that will be written, or refuses it.
+    /// Reserves space for bytes that will be written.
     pub fn take(&self, bytes: u64) -> io::Result<Part> {
         self.give(Taken { written: bytes, promised: 0 }, 0)
     }
 
-    /// Takes room for a disk that may grow by so many bytes, `written` of which are written at once. `others` is what the disks
-    /// that are there may still grow by.
+    /// Reserves space for a disk: `written` bytes are written now, `growth` bytes can be written later. `others` is the growth
+    /// of all existing disks.
     pub fn promise(&self, written: u64, growth: u64, others: u64) -> io::Result<Part> {
         self.give(Taken { written, promised: growth }, others)
     }
@@ -115,7 +116,7 @@ impl Drop for Part {
     }
 }
 
-/// Free bytes on the disk of a directory; none where hardly a file can be made for want of inodes.
+/// Free bytes on the disk of a directory. A disk with hardly any free inodes counts as full.
 pub fn free_bytes(directory: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(directory)?;
     // Some file systems do not count inodes.
@@ -137,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_is_given_to_one_only_of_those_that_write_at_once() {
+    fn concurrent_writers_can_not_reserve_the_same_space() {
         let directory = tempfile::tempdir().unwrap();
         let room = Room::new(directory.path(), RoomRules::default());
         let most = (free_bytes(directory.path()).unwrap() - room.rules.min_free_bytes) / 3 * 2;
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_promised_than_the_rules_allow() {
+    fn promises_beyond_the_overcommit_are_refused() {
         let directory = tempfile::tempdir().unwrap();
         let free = free_bytes(directory.path()).unwrap();
         let promised_by = |overcommit: u32, growth: u64, others: u64| {

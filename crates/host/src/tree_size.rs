@@ -1,7 +1,7 @@
-//! What a directory with all below it takes on the disk.
+//! The bytes that a directory tree occupies on the disk.
 //!
-//! Who fills the directory may not want it to be known, so it is walked by descriptors: neither the length of a path nor a link
-//! leads the walk astray.
+//! The tree's content is hostile: it may hide its size behind long paths or links. So it is walked by descriptors, which
+//! neither of them affects.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,14 +12,14 @@ use std::path::Path;
 
 use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, openat, statat};
 
-/// Directories below each other that are walked. Deeper trees are counted as too large: nobody needs them.
+/// The deepest nesting that is walked. A deeper tree counts as too large.
 const MAX_DEPTH: usize = 256;
-/// The bytes of a block, as files count them.
+/// The size of a block in `st_blocks`.
 const BLOCK_BYTES: u64 = 512;
-/// What a file counts at least, also an empty one: the disk has only so many inodes.
+/// The minimum that a file counts. Empty files count too, because the number of inodes is limited.
 const FILE_BYTES: u64 = 4096;
 
-/// Bytes that a directory takes. Stops counting once there are more than `enough`.
+/// The bytes that a directory tree occupies. Stops counting above `enough`.
 pub fn tree_bytes(directory: &Path, enough: u64) -> io::Result<u64> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut walk = Walk { taken: 0, linked: HashSet::new() };
@@ -31,7 +31,7 @@ pub fn tree_bytes(directory: &Path, enough: u64) -> io::Result<u64> {
             stack.pop();
             continue;
         };
-        // What goes away meanwhile takes nothing.
+        // An entry that is removed meanwhile occupies nothing.
         let Ok(entry) = entry else { continue };
         if matches!(entry.file_name().to_bytes(), b"." | b"..") {
             continue;
@@ -59,7 +59,7 @@ pub fn tree_bytes(directory: &Path, enough: u64) -> io::Result<u64> {
 
 struct Walk {
     taken: u64,
-    /// Files with several names, which are counted once.
+    /// Inodes of files with several names. They are counted once.
     linked: HashSet<u64>,
 }
 
@@ -73,7 +73,7 @@ impl Walk {
     }
 }
 
-/// Bytes of files that were removed but that these processes still have open, on the file system of a directory.
+/// The bytes of removed files that these processes still have open, on the file system of a directory.
 pub fn removed_bytes(processes: &[i32], directory: &Path) -> io::Result<u64> {
     let device = fs::metadata(directory)?.dev();
     let mut seen = HashSet::new();
@@ -92,7 +92,7 @@ pub fn removed_bytes(processes: &[i32], directory: &Path) -> io::Result<u64> {
     Ok(taken)
 }
 
-/// Whether a file is in a container's root: its device is then none of the disk's.
+/// Whether a file is in a container's root (overlayfs). Such a file has the device of the overlay, not of the disk.
 fn is_in_overlay(path: &Path) -> bool {
     const OVERLAY: u64 = 0x794c_7630;
     rustix::fs::statfs(path).is_ok_and(|stat| u64::try_from(stat.f_type).is_ok_and(|kind| kind == OVERLAY))
@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_is_counted_once_and_no_link_is_followed() {
+    fn each_file_is_counted_once_and_links_are_not_followed() {
         let (directory, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         fs::write(other.path().join("large"), vec![1; 4 << 20]).unwrap();
         let below = directory.path().join("a/b");
@@ -124,11 +124,11 @@ mod tests {
     }
 
     #[test]
-    fn neither_a_long_path_nor_a_deep_tree_hides_anything() {
+    fn long_paths_and_deep_trees_are_counted() {
         let directory = tempfile::tempdir().unwrap();
         let name = "n".repeat(200);
         let mut at = rustix::fs::open(directory.path(), OFlags::DIRECTORY, Mode::empty()).unwrap();
-        // Longer than any path may be.
+        // Longer than the longest path.
         for _ in 0..40 {
             rustix::fs::mkdirat(&at, &name, Mode::RWXU).unwrap();
             at = openat(&at, &name, OFlags::DIRECTORY, Mode::empty()).unwrap();
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_removed_and_is_still_open_is_found() {
+    fn a_removed_file_that_is_still_open_is_counted() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let mut file = fs::File::create(&path).unwrap();

@@ -75,7 +75,7 @@ impl Firewall {
         let [forward, input] = self.chains();
         let ours = ["-i", &self.bridge];
         family.ensure_jump(table, forward_parent, &ours, &forward)?;
-        family.ensure_jump(table, "INPUT", &ours, &input)
+        Ok(family.ensure_jump(table, "INPUT", &ours, &input)?)
     }
 
     /// Removes the rules.
