@@ -210,7 +210,7 @@ async fn manage(
                 }
             },
             // Another server of this host is it: its socket is used.
-            Err(ManagerError::Taken(_)) => {
+            Err(ManagerError::DirectoryInUse(_)) => {
                 let _ = begun.send(true);
             }
             Err(error) if !told => {

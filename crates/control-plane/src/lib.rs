@@ -36,7 +36,9 @@ mod tools;
 mod workspace;
 
 pub use config::{ConfigError, Existing, Overrides, Settings};
-pub use emergent_firecracker_manager::{Lack, Need, examine as examine_host_for_microvms};
+pub use emergent_firecracker_manager::{
+    Requirement, UnmetRequirement, check_requirements as check_microvm_requirements,
+};
 pub use emergent_store::{AuditAnchor, ExportVerifier};
 pub use firecracker::{ManagerAddress, manager_health, serve_manager};
 pub use http::{Access, DeclaredRoute};

@@ -1,63 +1,63 @@
-//! Control groups: what a microVM's process may take of the host. The jailer makes them and enters them; it does not remove
-//! them.
+//! Control groups: the limits of microVMs' processes on the host. The jailer makes a group for each process; the manager
+//! removes it.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use emergent_host::procfs::{self, Mount};
 use emergent_wire::workspace::ResourceLimits;
 use rustix::process::{Pid, Signal};
 
-/// What Firecracker itself may use beside the microVM's memory: a part of it for tables, and this.
+/// The memory of Firecracker itself, beside the guest's: a constant, and a part of the guest's memory for tables.
 const OVERHEAD_BYTES: u64 = 128 << 20;
-const OVERHEAD_PART: u64 = 16;
-/// The time within which a share of the CPUs is measured.
+const OVERHEAD_DIVISOR: u64 = 16;
+/// The period of the CPU quota.
 const PERIOD_US: u64 = 100_000;
 
-/// How long processes that were killed may take to leave a group.
-const EMPTY_WITHIN: Duration = Duration::from_secs(10);
+/// The time limit for killed processes to leave a group.
+const EMPTY_TIME: Duration = Duration::from_secs(10);
 
-/// Where the host's groups are.
+/// The file system types of the two versions.
+const V1: &str = "cgroup";
+const V2: &str = "cgroup2";
+
+/// The host's hierarchies of control groups.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Groups {
-    /// One tree for all controllers.
+    /// Version 2: one hierarchy for all controllers.
     V2(PathBuf),
-    /// A tree for memory, and one for CPUs.
+    /// Version 1: a hierarchy for memory, and one for CPUs.
     V1 { memory: PathBuf, cpu: PathBuf },
-    /// There are none that we could use.
+    /// There is none that this process can use.
     None,
 }
 
 impl Groups {
-    /// Finds them. What can be written to is known only when it is tried.
+    /// Finds the hierarchies that this process can write to.
     pub(crate) fn find() -> Self {
-        Self::find_in(&fs::read_to_string("/proc/mounts").unwrap_or_default(), |path| {
+        Self::find_in(&procfs::mounts().unwrap_or_default(), |path| {
             rustix::fs::access(path, rustix::fs::Access::WRITE_OK).is_ok()
         })
     }
 
-    fn find_in(mounts: &str, is_writable: impl Fn(&Path) -> bool) -> Self {
-        let mounted = |kind: &str, controller: &str| {
-            mounts.lines().find_map(|line| {
-                let fields: Vec<&str> = line.split(' ').collect();
-                let (path, found, flags) = (Path::new(fields.get(1)?), fields.get(2)?, fields.get(3)?);
-                let fits = *found == kind
-                    && match kind {
-                        "cgroup2" => true,
-                        _ => flags.split(',').any(|flag| flag == controller),
-                    };
-                (fits && is_writable(path)).then(|| path.to_owned())
-            })
+    fn find_in(mounts: &[Mount], is_writable: impl Fn(&Path) -> bool) -> Self {
+        let mounted = |matches: &dyn Fn(&Mount) -> bool| {
+            let mount = mounts.iter().find(|mount| matches(mount) && is_writable(&mount.path))?;
+            Some(mount.path.clone())
         };
-        if let Some(tree) = mounted("cgroup2", "") {
+        let v1 = |controller: &str| {
+            mounted(&|mount| mount.kind == V1 && mount.options.iter().any(|option| option == controller))
+        };
+        if let Some(tree) = mounted(&|mount| mount.kind == V2) {
             let controllers = fs::read_to_string(tree.join("cgroup.controllers")).unwrap_or_default();
             let has = |name: &str| controllers.split_ascii_whitespace().any(|each| each == name);
             if has("memory") && has("cpu") {
                 return Self::V2(tree);
             }
         }
-        match (mounted("cgroup", "memory"), mounted("cgroup", "cpu")) {
+        match (v1("memory"), v1("cpu")) {
             (Some(memory), Some(cpu)) => Self::V1 { memory, cpu },
             _ => Self::None,
         }
@@ -66,7 +66,7 @@ impl Groups {
     /// The jailer's arguments.
     pub(crate) fn arguments(&self, limits: &ResourceLimits) -> Vec<String> {
         let memory = limits.memory.bytes();
-        let memory = memory + memory / OVERHEAD_PART + OVERHEAD_BYTES;
+        let memory = memory + memory / OVERHEAD_DIVISOR + OVERHEAD_BYTES;
         let quota = u64::from(limits.cpu.millis()) * PERIOD_US / 1000;
         let settings = match self {
             Self::V2(_) => vec![
@@ -95,7 +95,7 @@ impl Groups {
         }
     }
 
-    /// Removes a microVM's groups, or with no microVM given those that held them all.
+    /// Removes a microVM's groups, or without an id their parent.
     pub(crate) fn remove(&self, parent: &str, id: Option<&str>) -> io::Result<()> {
         for tree in self.trees() {
             remove_group(&tree.join(parent).join(id.unwrap_or_default()))?;
@@ -103,7 +103,7 @@ impl Groups {
         Ok(())
     }
 
-    /// The microVMs that have groups.
+    /// The names of all groups below the parent.
     pub(crate) fn list(&self, parent: &str) -> Vec<String> {
         let groups =
             self.trees().into_iter().flat_map(|tree| fs::read_dir(tree.join(parent)).into_iter().flatten());
@@ -112,23 +112,22 @@ impl Groups {
     }
 }
 
-/// The files by which a process leaves every group that it is in, if it writes [`SELF`] to them. Whoever ends the container
-/// or the service that a manager is in ends all that share a group with it, in any tree; microVMs outlive their manager.
-pub(crate) fn ways_out() -> Vec<fs::File> {
-    let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
-    let trees = mounts.lines().filter_map(|line| {
-        let fields: Vec<&str> = line.split(' ').collect();
-        matches!(*fields.get(2)?, "cgroup" | "cgroup2").then(|| Path::new(fields[1]).join("cgroup.procs"))
-    });
-    trees.filter_map(|file| fs::OpenOptions::new().write(true).open(file).ok()).collect()
+/// The files that move a process to the root group of each hierarchy, if it writes [`WRITING_PROCESS`] to them. When the
+/// manager's service or container is stopped, every process that shares a group with the manager is killed. MicroVMs outlive
+/// their manager, so they must not share any.
+pub(crate) fn root_group_files() -> Vec<fs::File> {
+    let mounts = procfs::mounts().unwrap_or_default();
+    let roots = mounts.iter().filter(|mount| mount.kind == V1 || mount.kind == V2);
+    let files = roots.map(|mount| mount.path.join("cgroup.procs"));
+    files.filter_map(|file| fs::OpenOptions::new().write(true).open(file).ok()).collect()
 }
 
-/// The process that writes it.
-pub(crate) const SELF: &[u8] = b"0";
+/// Stands for the writing process in `cgroup.procs`.
+pub(crate) const WRITING_PROCESS: &[u8] = b"0";
 
-/// Removes a group. What is still in it is killed; the kernel takes a moment to let go of it.
+/// Removes a group. Processes in it are killed first, and the kernel takes a moment to remove them from the group.
 fn remove_group(group: &Path) -> io::Result<()> {
-    let deadline = Instant::now() + EMPTY_WITHIN;
+    let deadline = Instant::now() + EMPTY_TIME;
     loop {
         match fs::remove_dir(group) {
             Ok(()) => return Ok(()),
@@ -149,25 +148,29 @@ fn remove_group(group: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    fn find_in(mounts: &str, is_writable: impl Fn(&Path) -> bool) -> Groups {
+        Groups::find_in(&procfs::parse_mounts(mounts), is_writable)
+    }
+
     #[test]
-    fn either_version_is_found_and_used() {
+    fn both_versions_are_found_and_limited() {
         let tree = tempfile::tempdir().unwrap();
         std::fs::write(tree.path().join("cgroup.controllers"), "cpuset cpu io memory pids\n").unwrap();
         let mounts = format!("cgroup2 {} cgroup2 rw,nosuid 0 0\n", tree.path().display());
-        let groups = Groups::find_in(&mounts, |_| true);
+        let groups = find_in(&mounts, |_| true);
         assert_eq!(groups, Groups::V2(tree.path().to_owned()));
         let arguments = groups.arguments(&ResourceLimits::default());
         assert_eq!(arguments[..2], ["--cgroup-version", "2"]);
         assert!(arguments.contains(&"cpu.max=200000 100000".to_owned()), "{arguments:?}");
-        // Both versions, and the controllers are in the first: as on hosts that are being moved to the second.
+        // Hybrid hosts have both versions, and the controllers are in version 1.
         std::fs::write(tree.path().join("cgroup.controllers"), "\n").unwrap();
         let both = format!(
             "{mounts}cgroup /sys/fs/cgroup/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
         );
-        let groups = Groups::find_in(&both, |_| true);
+        let groups = find_in(&both, |_| true);
         let memory = PathBuf::from("/sys/fs/cgroup/memory");
         assert_eq!(groups, Groups::V1 { memory, cpu: "/sys/fs/cgroup/cpu,cpuacct".into() });
         assert!(groups.arguments(&ResourceLimits::default()).contains(&"cpu.cfs_quota_us=200000".to_owned()));
-        assert_eq!(Groups::find_in(&both, |_| false), Groups::None);
+        assert_eq!(find_in(&both, |_| false), Groups::None);
     }
 }

@@ -1,7 +1,7 @@
-//! What a microVM's kernel prints: a pipe that nobody has to read.
+//! The console of a microVM: a pipe that is read only after a failure.
 //!
-//! The microVM's process holds both ends and writes without waiting, so a guest that floods its console fills 64 KiB and
-//! the rest is lost, whether the manager runs or not. The end of it tells why a microVM could not start.
+//! The microVM's process holds both ends of the pipe and writes without blocking. So a guest that floods its console fills
+//! 64 KiB and the rest is lost, whether a manager runs or not. The last lines tell why a microVM could not start.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -9,23 +9,24 @@ use std::path::Path;
 
 use rustix::fs::{Mode, OFlags};
 
-/// How much of the end is told.
-const TOLD_BYTES: usize = 2000;
+/// The bytes of the last lines that are returned.
+const TAIL_BYTES: usize = 2000;
 
-/// Makes the pipe, and gives the end that a microVM's process writes to.
+/// Makes the pipe. Returns the end that the microVM's process writes to.
 pub(crate) fn make(path: &Path) -> io::Result<File> {
     let _ = std::fs::remove_file(path);
     rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, Mode::from_raw_mode(0o600), 0)?;
     open(path, OFlags::RDWR)
 }
 
-/// The last lines that were printed and not read yet.
+/// The last lines that were printed and not read yet. If they do not reach back to the kernel's last panic, its first line
+/// is put before them, because it names the cause.
 pub(crate) fn tail(path: &Path) -> Option<String> {
     let mut pipe = open(path, OFlags::RDONLY).ok()?;
     let mut text = Vec::new();
     let mut buffer = [0; 4096];
     while let Ok(length) = pipe.read(&mut buffer) {
-        // Empty, and nobody writes any more.
+        // The pipe is empty and has no writer, or the output is longer than any pipe.
         if length == 0 || text.len() > 1 << 20 {
             break;
         }
@@ -33,18 +34,23 @@ pub(crate) fn tail(path: &Path) -> Option<String> {
     }
     let text = String::from_utf8_lossy(&text);
     let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
-    let mut told = String::new();
-    // What a kernel says when it gives up comes before all that it knows of why.
-    let panic = lines.iter().rposition(|line| line.contains("Kernel panic"));
+    let mut tail = String::new();
+    let panic = lines.iter().rposition(|line| is_kernel_panic(line));
     for (number, line) in lines.iter().enumerate().rev() {
-        if told.len() + line.len() > TOLD_BYTES {
+        if tail.len() + line.len() > TAIL_BYTES {
             let first = panic.filter(|panic| *panic <= number).map(|panic| format!("{}\n", lines[panic]));
-            told.insert_str(0, &first.unwrap_or_default());
+            tail.insert_str(0, &first.unwrap_or_default());
             break;
         }
-        told = if told.is_empty() { (*line).to_owned() } else { format!("{line}\n{told}") };
+        tail = if tail.is_empty() { (*line).to_owned() } else { format!("{line}\n{tail}") };
     }
-    (!told.is_empty()).then(|| told.chars().filter(|each| *each == '\n' || !each.is_control()).collect())
+    (!tail.is_empty()).then(|| tail.chars().filter(|each| *each == '\n' || !each.is_control()).collect())
+}
+
+/// Whether a line is the first one of a panic. The console is plain text: the kernel marks a panic by these words only, and
+/// has done so since its first releases.
+fn is_kernel_panic(line: &str) -> bool {
+    line.contains("Kernel panic")
 }
 
 fn open(path: &Path, flags: OFlags) -> io::Result<File> {
@@ -60,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flood_is_lost_and_nobody_waits_for_it() {
+    fn a_full_console_does_not_block_its_writer_and_its_tail_has_the_panic() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("console");
         let mut writer = make(&path).unwrap();
@@ -73,7 +79,7 @@ mod tests {
             .unwrap();
         let told = tail(&path).unwrap();
         assert!(
-            told.starts_with("Kernel panic - not syncing\nat some") && told.len() < TOLD_BYTES + 100,
+            told.starts_with("Kernel panic - not syncing\nat some") && told.len() < TAIL_BYTES + 100,
             "{told}"
         );
         let mut refused = false;

@@ -1,90 +1,176 @@
-//! Why the manager could not do something.
+//! The errors of the manager.
+//!
+//! Each module has an error of its own. [`ManagerError`] joins them for the callers of [`crate::Manager`]. Only
+//! `http/error.rs` knows the codes and statuses that they become.
 
-use std::any::Any;
 use std::io;
+use std::path::PathBuf;
 
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_host::firewall::FirewallError;
+use emergent_wire::{SnapshotId, WorkspaceId};
+use tokio::task::JoinError;
 
-/// Why the manager could not do something.
-#[derive(Clone, Debug, thiserror::Error)]
+use crate::admission::RequestError;
+use crate::disks::DiskError;
+use crate::guest::GuestError;
+use crate::images::ImageError;
+use crate::launch::LaunchError;
+use crate::machine::StateError;
+use crate::requirements::UnmetRequirement;
+use crate::slot::NoSlot;
+use crate::vmm::VmmError;
+
+/// Why an operation of the manager failed.
+#[derive(Debug, thiserror::Error)]
 pub enum ManagerError {
-    /// Another manager has the directory.
-    #[error("another manager runs in {0}")]
-    Taken(String),
-    /// MicroVMs can't be made on this host: a part is missing or does not work.
+    /// Another manager uses the directory.
+    #[error("another manager runs in {}", .0.display())]
+    DirectoryInUse(PathBuf),
+    /// This host can't run microVMs: a part is missing or does not work.
+    #[error(transparent)]
+    UnmetRequirement(#[from] UnmetRequirement),
+    /// The request can't be met on any host.
+    #[error(transparent)]
+    Request(#[from] RequestError),
+    /// The limit of microVMs is reached, or the host has too little memory.
+    #[error(transparent)]
+    NoSlot(#[from] NoSlot),
+    /// The object does not exist.
+    #[error(transparent)]
+    NotFound(#[from] NotFound),
+    /// The microVM's phase does not allow the operation.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// The image could not be made.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// The microVM's process did not get ready.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// Firecracker's API failed.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// The guest agent failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// A step on the host failed.
+    #[error(transparent)]
+    Host(#[from] HostError),
+}
+
+/// An object that does not exist.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotFound {
+    /// A microVM.
+    #[error("there is no microVM {0} here")]
+    Machine(WorkspaceId),
+    /// An image.
+    #[error("there is no image {0} here")]
+    Image(String),
+    /// A snapshot.
+    #[error("there is no snapshot {0} here")]
+    Snapshot(SnapshotId),
+}
+
+/// A step on the host that failed.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The host's disk has no space for it.
     #[error("{0}")]
-    Unavailable(String),
-    /// What was asked for can't be given.
-    #[error("{0}")]
-    Unacceptable(String),
-    /// As many run as may, or the host has no room for more.
-    #[error("{0}")]
-    Full(String),
-    /// The host's disk has no room for it.
-    #[error("{0}")]
-    NoRoom(String),
-    /// There is no such thing.
-    #[error("there is no {0} here")]
-    NotFound(String),
-    /// It is not in a state that allows this.
-    #[error("{0}")]
-    WrongState(String),
-    /// A step took too long.
-    #[error("{what} did not end within {seconds} s{}", detail.as_deref().map(|text| format!(": {text}")).unwrap_or_default())]
-    TimedOut {
-        /// The step.
-        what: &'static str,
-        /// Its bound.
-        seconds: u64,
-        /// What was seen meanwhile.
-        detail: Option<String>,
-    },
-    /// A step failed.
-    #[error("{what}: {reason}")]
+    DiskFull(io::Error),
+    /// A system call or a program failed.
+    #[error("{step}: {reason}")]
     Failed {
         /// The step.
-        what: &'static str,
-        /// What was said.
-        reason: String,
+        step: &'static str,
+        /// Why.
+        reason: io::Error,
+    },
+    /// The firewall's rules could not be changed.
+    #[error("{step}: {reason}")]
+    Firewall {
+        /// The step.
+        step: &'static str,
+        /// Why.
+        reason: FirewallError,
+    },
+    /// The thread of the step panicked, or the runtime is shutting down.
+    #[error("{step}: {reason}")]
+    Aborted {
+        /// The step.
+        step: &'static str,
+        /// Why.
+        reason: JoinError,
+    },
+    /// The step took too long.
+    #[error("{step} did not end within {seconds} s")]
+    TimedOut {
+        /// The step.
+        step: &'static str,
+        /// The time limit.
+        seconds: u64,
     },
 }
 
-impl ManagerError {
-    /// A step that failed.
-    pub(crate) fn failed(what: &'static str, reason: impl std::fmt::Display) -> Self {
-        Self::Failed { what, reason: reason.to_string() }
+impl HostError {
+    /// An input or output error in a step.
+    pub(crate) fn io(step: &'static str, reason: io::Error) -> Self {
+        if reason.kind() == io::ErrorKind::StorageFull {
+            Self::DiskFull(reason)
+        } else {
+            Self::Failed { step, reason }
+        }
     }
 }
 
-impl From<ManagerError> for ErrorDetail {
-    fn from(error: ManagerError) -> Self {
-        let code = match &error {
-            ManagerError::Taken(_) | ManagerError::Unavailable(_) => ErrorCode::Unavailable,
-            ManagerError::Unacceptable(_) => ErrorCode::Unacceptable,
-            ManagerError::Full(_) => ErrorCode::LimitReached,
-            ManagerError::NoRoom(_) => ErrorCode::HostDiskFull,
-            ManagerError::NotFound(_) => ErrorCode::NotFound,
-            ManagerError::WrongState(_) => ErrorCode::WrongState,
-            ManagerError::TimedOut { .. } => ErrorCode::DeadlineExceeded,
-            ManagerError::Failed { .. } => ErrorCode::ProviderFailed,
-        };
-        ErrorDetail::new(code, error.to_string())
+/// An error that needs the name of its step to be understood.
+pub(crate) trait InStep {
+    /// The complete error.
+    type Complete: Send;
+
+    /// Adds the step.
+    fn in_step(self, step: &'static str) -> Self::Complete;
+}
+
+impl InStep for io::Error {
+    type Complete = HostError;
+
+    fn in_step(self, step: &'static str) -> HostError {
+        HostError::io(step, self)
     }
 }
 
-/// Runs what blocks on a thread where it may.
-pub(crate) async fn on_host<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
-    what: &'static str,
-    step: impl FnOnce() -> Result<T, E> + Send + 'static,
-) -> Result<T, ManagerError> {
-    match tokio::task::spawn_blocking(step).await {
-        Ok(result) => result.map_err(|error| {
-            let error_of_host = (&error as &dyn Any).downcast_ref::<io::Error>();
-            if error_of_host.is_some_and(|error| error.kind() == io::ErrorKind::StorageFull) {
-                return ManagerError::NoRoom(error.to_string());
-            }
-            ManagerError::failed(what, error)
-        }),
-        Err(error) => Err(ManagerError::failed(what, error)),
+impl InStep for FirewallError {
+    type Complete = HostError;
+
+    fn in_step(self, step: &'static str) -> HostError {
+        HostError::Firewall { step, reason: self }
+    }
+}
+
+impl InStep for DiskError {
+    type Complete = ManagerError;
+
+    fn in_step(self, step: &'static str) -> ManagerError {
+        match self {
+            Self::Request(error) => error.into(),
+            Self::Io(error) => HostError::io(step, error).into(),
+        }
+    }
+}
+
+/// Runs a blocking step on a thread for blocking work.
+pub(crate) async fn on_host<T, E>(
+    step: &'static str,
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, E::Complete>
+where
+    T: Send + 'static,
+    E: InStep + Send + 'static,
+    E::Complete: From<HostError>,
+{
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(|error| error.in_step(step)),
+        Err(reason) => Err(HostError::Aborted { step, reason }.into()),
     }
 }

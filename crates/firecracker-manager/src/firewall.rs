@@ -1,41 +1,42 @@
-//! What microVMs can reach: rules in chains of our own, named after the manager.
+//! Egress rules of microVMs, in our own chains, which are named after the manager.
 //!
-//! A microVM with a network may reach the internet and the name servers it is given, from its own address alone. It may
-//! not reach the host, private networks, the metadata service, or other microVMs; nobody may connect to it; IPv6 is closed.
-//! One that has no network may send nothing: only the vsock channel works. As in the containers' firewall the rules are
-//! there twice, since others change the chains that we jump from.
+//! A microVM with a network reaches the internet and its name servers, from its own address only. It does not reach the
+//! host, private networks, the metadata service or other microVMs. Nothing can connect to it. IPv6 is blocked. A microVM
+//! without a network sends nothing: only its vsock works. The rules are enforced twice, in `filter` (REJECT) and in a guard
+//! table (DROP), because other programs change the chains that jump to ours.
 //!
-//! The rules are made of the set of microVMs that have a network, as a whole and at once: many that come at the same
-//! time are put in with one call.
+//! All rules are generated from the set of admitted microVMs and replaced in one step. So the admissions of microVMs that
+//! start at the same time share one call of `iptables-restore`.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use emergent_host::firewall::{FILTER, Family, GUARDS, PRIVATE, families};
+use emergent_host::firewall::{FILTER, Family, FirewallError, GUARDS, PRIVATE, families};
 
-use crate::error::{ManagerError, on_host};
+use crate::error::{HostError, on_host};
 
 /// The rules of one manager.
 #[derive(Debug)]
 pub(crate) struct Firewall {
     rules: Arc<Rules>,
-    /// Interface and address of those that have a network.
-    open: Mutex<Open>,
-    /// The number of the set that is in force. Held while rules are loaded.
+    wanted: Mutex<Admitted>,
+    /// The version of the set that is in force; 0 if none is. Locked while rules are loaded.
     in_force: tokio::sync::Mutex<u64>,
 }
 
+/// The microVMs that have a network.
 #[derive(Clone, Debug)]
-struct Open {
-    /// Counts changes; none is in force at first.
-    number: u64,
+struct Admitted {
+    /// Counts the changes of the set.
+    version: u64,
+    /// Addresses by interface.
     machines: BTreeMap<String, Ipv4Addr>,
 }
 
 #[derive(Debug)]
 struct Rules {
-    /// How all interfaces begin.
+    /// The prefix of all our interfaces and chains.
     prefix: String,
     nameservers: Vec<IpAddr>,
 }
@@ -43,8 +44,8 @@ struct Rules {
 impl Firewall {
     pub(crate) fn new(prefix: String, nameservers: Vec<IpAddr>) -> Self {
         let rules = Arc::new(Rules { prefix, nameservers });
-        let open = Open { number: 1, machines: BTreeMap::new() };
-        Self { rules, open: Mutex::new(open), in_force: tokio::sync::Mutex::new(0) }
+        let wanted = Admitted { version: 1, machines: BTreeMap::new() };
+        Self { rules, wanted: Mutex::new(wanted), in_force: tokio::sync::Mutex::new(0) }
     }
 
     /// The name servers that microVMs can reach.
@@ -52,63 +53,64 @@ impl Firewall {
         self.rules.nameservers.iter().filter(|server| server.is_ipv4()).map(ToString::to_string).collect()
     }
 
-    /// Lets a microVM out.
-    pub(crate) async fn admit(&self, interface: &str, address: Ipv4Addr) -> Result<(), ManagerError> {
+    /// Gives a microVM its network.
+    pub(crate) async fn admit(&self, interface: &str, address: Ipv4Addr) -> Result<(), HostError> {
         self.change(false, |machines| machines.insert(interface.to_owned(), address) != Some(address)).await
     }
 
-    /// One that was let out before is among those that the next change puts in.
-    pub(crate) fn expect(&self, interface: &str, address: Ipv4Addr) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-        open.machines.insert(interface.to_owned(), address);
+    /// Adds a microVM that an earlier manager admitted. The next change sets its rules.
+    pub(crate) fn add_admitted(&self, interface: &str, address: Ipv4Addr) {
+        let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        wanted.machines.insert(interface.to_owned(), address);
     }
 
-    /// Lets a microVM out no more, and sees to it that it is held: without our rules it would reach the host.
-    pub(crate) async fn dismiss(&self, interface: &str) -> Result<(), ManagerError> {
+    /// Takes a microVM's network. This sets the rules if none are in force: without rules, the microVM would reach the host.
+    pub(crate) async fn dismiss(&self, interface: &str) -> Result<(), HostError> {
         self.change(false, |machines| machines.remove(interface).is_some()).await
     }
 
-    /// Puts back what somebody has taken away.
-    pub(crate) async fn repair(&self) -> Result<(), ManagerError> {
+    /// Sets all rules again, in case another program has removed them.
+    pub(crate) async fn repair(&self) -> Result<(), HostError> {
         self.change(true, |_| true).await
     }
 
-    /// Changes the set and puts it in force; from the ground up when nothing is yet, or others may have changed it.
+    /// Changes the set and puts it in force. The jumps are set too if no rules are in force, or if `with_jumps` is true.
     async fn change(
         &self,
-        from_the_ground_up: bool,
+        with_jumps: bool,
         change: impl FnOnce(&mut BTreeMap<String, Ipv4Addr>) -> bool,
-    ) -> Result<(), ManagerError> {
-        let wanted = {
-            let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
-            if change(&mut open.machines) {
-                open.number += 1;
+    ) -> Result<(), HostError> {
+        let version = {
+            let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            if change(&mut wanted.machines) {
+                wanted.version += 1;
             }
-            open.number
+            wanted.version
         };
         let mut in_force = self.in_force.lock().await;
-        // Who had the lock before may have put ours in with his own.
-        if *in_force >= wanted && !from_the_ground_up {
+        // The call that held the lock before may have loaded this change with its own.
+        if *in_force >= version && !with_jumps {
             return Ok(());
         }
-        let open = self.open.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let admitted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let rules = Arc::clone(&self.rules);
-        let (is_new, number) = (*in_force == 0 || from_the_ground_up, open.number);
-        if is_new {
-            // Until it is known that they are.
+        let (with_jumps, version) = (*in_force == 0 || with_jumps, admitted.version);
+        if with_jumps {
+            // If loading fails, the next call sets the jumps again.
             *in_force = 0;
         }
-        let set = move || match is_new {
-            true => rules.ensure(&open.machines),
-            false => rules.replace(&open.machines),
+        let set = move || match with_jumps {
+            true => rules.ensure(&admitted.machines),
+            false => rules.replace_chains(&admitted.machines),
         };
         on_host("setting the firewall rules", set).await?;
-        *in_force = number;
+        *in_force = version;
         Ok(())
     }
 
-    /// Takes all rules away, unless somebody needs them: whoever does after this has looked waits, and puts them in again.
-    pub(crate) async fn remove_if(&self, is_unused: impl FnOnce() -> bool) -> Result<(), ManagerError> {
+    /// Removes all rules if `is_unused` is true. A microVM that is admitted after the check waits for the lock, and sets the
+    /// rules again.
+    pub(crate) async fn remove_if(&self, is_unused: impl FnOnce() -> bool) -> Result<(), HostError> {
         let mut in_force = self.in_force.lock().await;
         if !is_unused() {
             return Ok(());
@@ -119,8 +121,8 @@ impl Firewall {
     }
 }
 
-/// The table that guards what gets past the filter; the kernel's tables don't change.
-fn guard_of(family: Family) -> Result<&'static str, String> {
+/// The guard table of this host. It is looked up once, because the kernel's tables do not change.
+fn guard_of(family: Family) -> Result<&'static str, FirewallError> {
     static FOUND: [OnceLock<&str>; 2] = [const { OnceLock::new() }; 2];
     let found = &FOUND[usize::from(family == Family::V6)];
     if let Some(guard) = found.get() {
@@ -131,16 +133,24 @@ fn guard_of(family: Family) -> Result<&'static str, String> {
             return Ok(found.get_or_init(|| guard));
         }
     }
-    Err("no table of the kernel's firewall can be used".to_owned())
+    Err(FirewallError::NoGuard)
 }
 
-/// A jump from a chain of the kernel's to one of ours.
+/// A jump from one of the kernel's chains to one of ours.
 struct Jump {
     table: &'static str,
     parent: &'static str,
-    /// Whether it is for packets that come from microVMs, or that go to them.
-    comes: bool,
+    direction: Direction,
     chain: &'static str,
+}
+
+/// The packets that a jump matches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Direction {
+    FromMachines,
+    ToMachines,
+    /// Packets that leave the host by another interface.
+    Outside,
 }
 
 impl Rules {
@@ -149,30 +159,31 @@ impl Rules {
     }
 
     fn jumps(guard: &'static str) -> [Jump; 8] {
-        let jump = |table, parent, comes, chain| Jump { table, parent, comes, chain };
+        use Direction::{FromMachines, Outside, ToMachines};
+        let jump = |table, parent, direction, chain| Jump { table, parent, direction, chain };
         [
-            jump(guard, "FORWARD", true, "fwd"),
-            jump(guard, "FORWARD", false, "out"),
-            jump(guard, "INPUT", true, "in"),
-            jump(FILTER, "FORWARD", true, "fwd"),
-            jump(FILTER, "FORWARD", false, "out"),
-            jump(FILTER, "INPUT", true, "in"),
-            jump("mangle", "FORWARD", true, "mss"),
-            jump("nat", "POSTROUTING", false, "nat"),
+            jump(guard, "FORWARD", FromMachines, "fwd"),
+            jump(guard, "FORWARD", ToMachines, "out"),
+            jump(guard, "INPUT", FromMachines, "in"),
+            jump(FILTER, "FORWARD", FromMachines, "fwd"),
+            jump(FILTER, "FORWARD", ToMachines, "out"),
+            jump(FILTER, "INPUT", FromMachines, "in"),
+            jump("mangle", "FORWARD", FromMachines, "mss"),
+            jump("nat", "POSTROUTING", Outside, "nat"),
         ]
     }
 
-    /// The chains that keep microVMs apart from the rest, in one table.
-    fn walls(&self, family: Family, table: &str, open: &BTreeMap<String, Ipv4Addr>) -> String {
+    /// The chains that isolate microVMs, in one table.
+    fn isolation(&self, family: Family, table: &str, admitted: &BTreeMap<String, Ipv4Addr>) -> String {
         let [forward, out, input, free] = ["fwd", "out", "in", "free"].map(|name| self.chain(name));
         let refuse = family.refusal(table);
-        // In the filter others may refuse what we let pass; in the guard that is not for us to decide again.
+        // In the guard table, a packet that we accept must still pass the rules of other programs.
         let accept = if table == FILTER { "ACCEPT" } else { "RETURN" };
         let established = "-m conntrack --ctstate ESTABLISHED,RELATED";
         let mut lines = vec![format!("*{table}")];
         lines.extend([&forward, &out, &input, &free].map(|chain| format!(":{chain} - [0:0]")));
         if family == Family::V4 {
-            for (interface, address) in open {
+            for (interface, address) in admitted {
                 lines.push(format!("-A {forward} -i {interface} -s {address} -g {free}"));
                 lines.push(format!("-A {out} -o {interface} -d {address} {established} -j {accept}"));
             }
@@ -190,11 +201,11 @@ impl Rules {
         lines.join("\n")
     }
 
-    /// Addresses that are the host's outside, and packets that fit through whatever lies on the way.
-    fn translation(&self, open: &BTreeMap<String, Ipv4Addr>) -> String {
+    /// Address translation, and TCP segments that fit the path's MTU.
+    fn translation(&self, admitted: &BTreeMap<String, Ipv4Addr>) -> String {
         let (nat, mss) = (self.chain("nat"), self.chain("mss"));
         let mut lines = vec!["*nat".to_owned(), format!(":{nat} - [0:0]")];
-        lines.extend(open.values().map(|address| format!("-A {nat} -s {address} -j MASQUERADE")));
+        lines.extend(admitted.values().map(|address| format!("-A {nat} -s {address} -j MASQUERADE")));
         lines.extend(["COMMIT", "*mangle"].map(str::to_owned));
         lines.push(format!(":{mss} - [0:0]"));
         lines.push(format!("-A {mss} -p tcp --tcp-flags SYN,RST SYN -j TCPMSS --clamp-mss-to-pmtu"));
@@ -202,58 +213,58 @@ impl Rules {
         lines.join("\n")
     }
 
-    fn ensure(&self, open: &BTreeMap<String, Ipv4Addr>) -> Result<(), String> {
-        if !open.is_empty() {
+    /// Sets the chains of all families and the jumps to them.
+    fn ensure(&self, admitted: &BTreeMap<String, Ipv4Addr>) -> Result<(), FirewallError> {
+        if !admitted.is_empty() {
             let path = "/proc/sys/net/ipv4/ip_forward";
             if std::fs::read_to_string(path).is_ok_and(|text| text.trim() != "1") {
-                std::fs::write(path, "1").map_err(|error| format!("{path}: {error}"))?;
+                std::fs::write(path, "1").map_err(|reason| FirewallError::Setting { path, reason })?;
             }
         }
         for family in families() {
             let guard = guard_of(family)?;
-            family.restore(&self.script(family, guard, open))?;
+            family.restore(&self.script(family, guard, admitted))?;
             for jump in Self::jumps(guard) {
                 if family == Family::V4 || jump.table == guard || jump.table == FILTER {
-                    self.put(family, &jump)?;
+                    self.ensure_jump(family, &jump)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// The same with the jumps as they are: one call. Nothing of version 6 depends on who is let out.
-    fn replace(&self, open: &BTreeMap<String, Ipv4Addr>) -> Result<(), String> {
-        Family::V4.restore(&self.script(Family::V4, guard_of(Family::V4)?, open))
+    /// Replaces the content of the chains in one call. The rules of IPv6 do not depend on the admitted microVMs.
+    fn replace_chains(&self, admitted: &BTreeMap<String, Ipv4Addr>) -> Result<(), FirewallError> {
+        Family::V4.restore(&self.script(Family::V4, guard_of(Family::V4)?, admitted))
     }
 
     /// All our chains of a family.
-    fn script(&self, family: Family, guard: &str, open: &BTreeMap<String, Ipv4Addr>) -> String {
+    fn script(&self, family: Family, guard: &str, admitted: &BTreeMap<String, Ipv4Addr>) -> String {
         let mut script: String =
-            [guard, FILTER].iter().map(|table| self.walls(family, table, open)).collect();
+            [guard, FILTER].iter().map(|table| self.isolation(family, table, admitted)).collect();
         if family == Family::V4 {
-            script.push_str(&self.translation(open));
+            script.push_str(&self.translation(admitted));
         }
         script
     }
 
-    fn put(&self, family: Family, jump: &Jump) -> Result<(), String> {
+    fn ensure_jump(&self, family: Family, jump: &Jump) -> Result<(), FirewallError> {
         let ours = self.packets(jump);
         let ours: Vec<&str> = ours.iter().map(String::as_str).collect();
         family.ensure_jump(jump.table, jump.parent, &ours, &self.chain(jump.chain))
     }
 
-    /// Which packets a jump is for. Those to translate leave by any interface but ours, and come from one of ours by their
-    /// address.
+    /// The arguments that match a jump's packets.
     fn packets(&self, jump: &Jump) -> Vec<String> {
         let all = format!("{}+", self.prefix);
-        match (jump.table, jump.comes) {
-            ("nat", _) => vec!["!".to_owned(), "-o".to_owned(), all],
-            (_, true) => vec!["-i".to_owned(), all],
-            (_, false) => vec!["-o".to_owned(), all],
+        match jump.direction {
+            Direction::Outside => vec!["!".to_owned(), "-o".to_owned(), all],
+            Direction::FromMachines => vec!["-i".to_owned(), all],
+            Direction::ToMachines => vec!["-o".to_owned(), all],
         }
     }
 
-    fn remove(&self) -> Result<(), String> {
+    fn remove(&self) -> Result<(), FirewallError> {
         for family in families() {
             for guard in GUARDS {
                 for jump in Self::jumps(guard) {
@@ -282,9 +293,9 @@ mod tests {
     }
 
     #[test]
-    fn only_what_was_admitted_gets_out_and_only_from_its_own_address() {
+    fn admitted_machines_reach_the_internet_from_their_own_address_only() {
         let open = BTreeMap::from([("fc000001-4".to_owned(), Ipv4Addr::new(10, 81, 0, 18))]);
-        let script = rules().walls(Family::V4, FILTER, &open);
+        let script = rules().isolation(Family::V4, FILTER, &open);
         let admitted = script.find("-A fc000001-fwd -i fc000001-4 -s 10.81.0.18 -g fc000001-free").unwrap();
         let refused = script.find("-A fc000001-fwd -j REJECT").unwrap();
         assert!(admitted < refused);
@@ -296,15 +307,15 @@ mod tests {
             );
         }
         assert!(script.contains("-A fc000001-in -j REJECT"));
-        let closed = rules().walls(Family::V4, FILTER, &BTreeMap::new());
+        let closed = rules().isolation(Family::V4, FILTER, &BTreeMap::new());
         assert!(!closed.contains("-A fc000001-fwd -i"));
-        // Version 6 is closed, and the guard answers nobody.
-        assert!(!rules().walls(Family::V6, FILTER, &open).contains("ACCEPT"));
-        assert!(!rules().walls(Family::V4, GUARDS[0], &open).contains("REJECT"));
+        // IPv6 is blocked, and the guard drops without an answer.
+        assert!(!rules().isolation(Family::V6, FILTER, &open).contains("ACCEPT"));
+        assert!(!rules().isolation(Family::V4, GUARDS[0], &open).contains("REJECT"));
     }
 
     #[test]
-    fn chains_have_names_that_the_kernel_takes() {
+    fn chain_names_are_short_enough_for_the_kernel() {
         // 28 characters at most.
         assert!(rules().chain("free").len() <= 28);
     }

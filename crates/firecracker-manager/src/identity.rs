@@ -1,21 +1,22 @@
-//! What a manager is known by on its host, and the network that its microVMs are in. Chosen once, then written down.
+//! The identity of a manager: its number and its network. It is chosen when the data directory is first opened, and saved.
 
 use std::fs;
 use std::io;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
+use emergent_host::procfs::{self, Route};
 use serde::{Deserialize, Serialize};
 
 use crate::record::write_whole;
 use crate::slot::NETWORK_PREFIX;
 
-/// What a manager is known by.
+/// The identity of a manager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// 24 bits, in the names of all that it makes.
+    /// A number of 24 bits, which is part of the names of interfaces, chains and control groups.
     pub(crate) manager: u32,
-    /// The network that its microVMs are in.
+    /// The network of its microVMs.
     pub(crate) network: Ipv4Addr,
 }
 
@@ -25,7 +26,7 @@ impl Identity {
         match fs::read(&path) {
             Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+                let routes = procfs::routes().unwrap_or_default();
                 let chosen = Self::choose(&routes)?;
                 write_whole(&path, &serde_json::to_vec(&chosen)?)?;
                 Ok(chosen)
@@ -34,8 +35,8 @@ impl Identity {
         }
     }
 
-    /// A number of its own, and a private network that the host has no other use for.
-    fn choose(routes: &str) -> io::Result<Self> {
+    /// Chooses a random number, and a private network that no route of the host leads to.
+    fn choose(routes: &[Route]) -> io::Result<Self> {
         let mut random = [0; 4];
         getrandom::fill(&mut random).map_err(|error| io::Error::other(error.to_string()))?;
         let manager = u32::from_le_bytes(random) & 0x00ff_ffff;
@@ -47,7 +48,7 @@ impl Identity {
     }
 }
 
-/// All private networks of the right size, those of 10.0.0.0/8 first, beginning anywhere.
+/// All private networks of the right size. Those of 10.0.0.0/8 come first; the seed decides where each range begins.
 fn candidates(seed: u32) -> impl Iterator<Item = Ipv4Addr> {
     let size = 1_u32 << (32 - NETWORK_PREFIX);
     let ranges = [
@@ -62,18 +63,11 @@ fn candidates(seed: u32) -> impl Iterator<Item = Ipv4Addr> {
     })
 }
 
-/// Whether a route of the host leads into a manager's network. The default route does not count.
-fn is_routed(network: Ipv4Addr, routes: &str) -> bool {
+/// Whether a route of the host overlaps with a manager's network. The default route does not count.
+fn is_routed(network: Ipv4Addr, routes: &[Route]) -> bool {
     let network = u32::from(network);
-    routes.lines().skip(1).any(|line| {
-        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
-        let number = |index: usize| {
-            let text: &&str = fields.get(index)?;
-            u32::from_str_radix(text, 16).ok().map(u32::swap_bytes)
-        };
-        let (Some(to), Some(mask)) = (number(1), number(7)) else {
-            return false;
-        };
+    routes.iter().any(|route| {
+        let (to, mask) = (u32::from(route.destination), u32::from(route.mask));
         let common = mask & (u32::MAX << (32 - NETWORK_PREFIX));
         mask != 0 && to & common == network & common
     })
@@ -90,24 +84,25 @@ mod tests {
         docker0 000011AC 00000000 0001 0 0 0 0000FFFF 0 0 0\n";
 
     #[test]
-    fn networks_that_the_host_uses_are_left_alone() {
-        assert!(is_routed(Ipv4Addr::new(10, 32, 0, 0), ROUTES));
-        assert!(!is_routed(Ipv4Addr::new(10, 33, 0, 0), ROUTES));
-        let wide = ROUTES.replace("00F0FFFF", "0000F0FF");
+    fn networks_that_the_host_has_routes_to_are_not_chosen() {
+        let routes = procfs::parse_routes(ROUTES);
+        assert!(is_routed(Ipv4Addr::new(10, 32, 0, 0), &routes));
+        assert!(!is_routed(Ipv4Addr::new(10, 33, 0, 0), &routes));
+        let wide = procfs::parse_routes(&ROUTES.replace("00F0FFFF", "0000F0FF"));
         assert!(is_routed(Ipv4Addr::new(10, 47, 0, 0), &wide));
         for _ in 0..50 {
-            let chosen = Identity::choose(ROUTES).unwrap();
+            let chosen = Identity::choose(&routes).unwrap();
             assert_ne!(chosen.network, Ipv4Addr::new(10, 32, 0, 0));
             assert!(chosen.manager < 1 << 24 && chosen.network.octets()[0] == 10);
         }
-        // A host whose network is all of 10.0.0.0/8 has others.
-        let all = ROUTES.replace("00F0FFFF", "000000FF");
+        // The host's own network is all of 10.0.0.0/8.
+        let all = procfs::parse_routes(&ROUTES.replace("00F0FFFF", "000000FF"));
         let [a, b, c, _] = Identity::choose(&all).unwrap().network.octets();
         assert!(a == 172 && (16..32).contains(&b) && b != 17 && c % 16 == 0, "{a}.{b}.{c}.0");
     }
 
     #[test]
-    fn it_is_chosen_once() {
+    fn an_identity_is_chosen_once() {
         let directory = tempfile::tempdir().unwrap();
         let first = Identity::load_or_choose(directory.path()).unwrap();
         assert_eq!(Identity::load_or_choose(directory.path()).unwrap(), first);

@@ -1,4 +1,4 @@
-//! Images: file systems that microVMs' disks are copies of. Each is made once out of an archive of files, such as a
+//! Images: file systems that the disks of microVMs are copied from. Each is made once, of an archive of files such as a
 //! container engine exports.
 
 use std::ffi::OsStr;
@@ -16,12 +16,24 @@ use emergent_wire::manager::{ImageSettings, MachineImage};
 use futures_util::{Stream, StreamExt};
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::error::{ManagerError, on_host};
+use crate::error::{HostError, ManagerError, NotFound, on_host};
 use crate::record::write_whole;
 
-/// Left free in an image's own file system, which grows with the disk that it is copied to.
+/// The free space of an image's file system. On a larger disk the file system is grown.
 const SLACK_BYTES: u64 = 64 << 20;
+
+/// Why an image was not made.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// The stream of the archive broke.
+    #[error("unpacking the image: {0}")]
+    Archive(String),
+    /// `tar` could not unpack the archive.
+    #[error("unpacking the image: {0}")]
+    Unpack(String),
+}
 
 /// The images of one manager.
 #[derive(Clone, Debug)]
@@ -38,7 +50,7 @@ impl Images {
     pub(crate) fn open(data_dir: &Path) -> io::Result<Self> {
         let directory = data_dir.join("images");
         fs::create_dir_all(&directory)?;
-        // What was not finished is of no use.
+        // Remains of images that were not finished.
         for entry in fs::read_dir(&directory)?.flatten() {
             let path = entry.path();
             if path.extension() == Some(OsStr::new("new")) {
@@ -48,7 +60,7 @@ impl Images {
         Ok(Self { directory })
     }
 
-    /// Where an image's file system is.
+    /// The file of an image's file system.
     pub(crate) fn file(&self, id: &str) -> PathBuf {
         self.directory.join(format!("{}.ext4", file_name(id)))
     }
@@ -57,18 +69,18 @@ impl Images {
         self.directory.join(format!("{}.json", file_name(id)))
     }
 
-    /// An image, if it is there as a whole.
-    pub(crate) fn get(&self, id: &str) -> Result<MachineImage, ManagerError> {
+    /// A complete image.
+    pub(crate) fn get(&self, id: &str) -> Result<MachineImage, NotFound> {
         let get = || -> Option<MachineImage> {
             let description: Description =
                 serde_json::from_slice(&fs::read(self.description(id)).ok()?).ok()?;
             let disk_bytes = file_system_bytes(&self.file(id)).ok()?;
             Some(MachineImage { id: id.to_owned(), disk_bytes, settings: description.settings })
         };
-        get().ok_or_else(|| ManagerError::NotFound(format!("image {id}")))
+        get().ok_or_else(|| NotFound::Image(id.to_owned()))
     }
 
-    /// Makes an image out of an archive (`tar`), unless it is there.
+    /// Makes an image of an archive (`tar`), unless it exists.
     pub(crate) async fn put(
         &self,
         id: &str,
@@ -79,18 +91,18 @@ impl Images {
             return Ok(image);
         }
         let mut suffix = [0; 8];
-        getrandom::fill(&mut suffix).map_err(|error| ManagerError::failed("making an image", error))?;
+        let random = getrandom::fill(&mut suffix).map_err(|error| io::Error::other(error.to_string()));
+        random.map_err(|error| HostError::io("making an image", error))?;
         let files = self.directory.join(format!("{}.new", hex::encode(suffix)));
         let made = async {
             unpack(&files, archive).await?;
             failpoint!("manager.image_unpacked");
             let (own, id, files) = (self.clone(), id.to_owned(), files.clone());
-            on_host("making the image's file system", move || own.finish(&id, &settings, &files)).await
+            Ok(on_host("making the image's file system", move || own.finish(&id, &settings, &files)).await?)
         };
         let made = made.await;
-        let _ = on_host("cleaning up", move || fs::remove_dir_all(files)).await;
-        made?;
-        self.get(id)
+        let _ = on_host("removing the unpacked archive", move || fs::remove_dir_all(files)).await;
+        made.and_then(|()| Ok(self.get(id)?))
     }
 
     fn finish(&self, id: &str, settings: &ImageSettings, files: &Path) -> io::Result<()> {
@@ -108,7 +120,7 @@ impl Images {
     }
 }
 
-/// The size of a file that is a file system. One that was damaged is none: it is made again.
+/// The size of a file that contains a file system. A damaged one is an error, so that the image is made again.
 fn file_system_bytes(path: &Path) -> io::Result<u64> {
     const MAGIC_AT: u64 = 1080;
     const MAGIC: [u8; 2] = [0x53, 0xef];
@@ -120,36 +132,35 @@ fn file_system_bytes(path: &Path) -> io::Result<u64> {
     Ok(file.metadata()?.len())
 }
 
-/// A file's name for an image's id, which may hold anything.
+/// A file name for an image's id, which can contain any characters.
 fn file_name(id: &str) -> String {
     use sha2::Digest;
     hex::encode(&sha2::Sha256::digest(id.as_bytes())[..16])
 }
 
-/// Unpacks an archive with the owners and rights that it says.
+/// Unpacks an archive with its owners and permissions.
 async fn unpack(
     files: &Path,
     archive: impl Stream<Item = Result<Bytes, impl std::fmt::Display>> + Send,
 ) -> Result<(), ManagerError> {
-    const WHAT: &str = "unpacking the image";
-    let failed = |error: io::Error| ManagerError::failed(WHAT, error);
+    let failed = |error: io::Error| HostError::io("unpacking the image", error);
     fs::create_dir(files).map_err(failed)?;
     let mut tar = command("tar");
     tar.arg("-C").arg(files).args(["-x", "--numeric-owner", "-p", "-f", "-"]);
-    // The engine's mark of a container, which this is none.
+    // The engine marks containers with this file. A microVM is not one.
     tar.args(["--anchored", "--exclude=.dockerenv", "--exclude=./.dockerenv"]);
     tar.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut tar = tokio::process::Command::from(tar).kill_on_drop(true).spawn().map_err(failed)?;
-    let mut input = tar.stdin.take().ok_or_else(|| ManagerError::failed(WHAT, "no pipe"))?;
-    // Read while it is fed: one that has much to complain about must not wait for us.
-    let complaints = tokio::spawn(first_words(tar.stderr.take()));
+    let mut input = tar.stdin.take().ok_or_else(|| failed(io::ErrorKind::BrokenPipe.into()))?;
+    // Its errors are read while its input is written. Otherwise a full pipe would block both.
+    let errors = AbortOnDropHandle::new(tokio::spawn(read_beginning(tar.stderr.take())));
     let mut archive = std::pin::pin!(archive);
     let fed = async {
         while let Some(bytes) = archive.next().await {
-            let bytes = bytes.map_err(|error| ManagerError::failed(WHAT, error))?;
+            let bytes = bytes.map_err(|error| ImageError::Archive(error.to_string()))?;
             if input.write_all(&bytes).await.is_err() {
-                // It has ended, and says why.
-                return Ok(());
+                // It has ended. Its status and its errors tell why.
+                return Ok::<_, ManagerError>(());
             }
         }
         let _ = input.shutdown().await;
@@ -161,11 +172,11 @@ async fn unpack(
     if status.success() {
         return Ok(());
     }
-    Err(ManagerError::failed(WHAT, complaints.await.unwrap_or_default()))
+    Err(ImageError::Unpack(errors.await.unwrap_or_default()).into())
 }
 
-/// The beginning of what a program says; the rest is thrown away.
-async fn first_words(stream: Option<tokio::process::ChildStderr>) -> String {
+/// Reads a stream to its end and returns its beginning.
+async fn read_beginning(stream: Option<tokio::process::ChildStderr>) -> String {
     const KEPT_BYTES: usize = 1000;
     let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
     let Some(mut stream) = stream else {
@@ -177,30 +188,16 @@ async fn first_words(stream: Option<tokio::process::ChildStderr>) -> String {
     String::from_utf8_lossy(&kept).trim().to_owned()
 }
 
-/// Makes a file system of a directory's files, with little room to spare.
+/// Makes a file system of a directory's files, with little free space.
 fn make_file_system(files: &Path, image: &Path) -> io::Result<()> {
-    let taken = run(
-        "du",
-        &["-s", "--block-size=1", "--apparent-size"]
-            .map(OsStr::new)
-            .into_iter()
-            .chain([files.as_os_str()])
-            .collect::<Vec<_>>(),
-    )?;
-    let taken: u64 =
-        taken.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0);
-    // File systems are about a tenth larger than what is in them, and many small files take whole blocks.
-    let inodes = run(
-        "du",
-        &["-s", "--inodes"].map(OsStr::new).into_iter().chain([files.as_os_str()]).collect::<Vec<_>>(),
-    )?;
-    let inodes: u64 =
-        inodes.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0);
-    let bytes = (taken + taken / 8 + inodes * 4096 + SLACK_BYTES).next_multiple_of(1 << 20);
+    let content = disk_usage(files, &["--block-size=1", "--apparent-size"])?;
+    let inodes = disk_usage(files, &["--inodes"])?;
+    // A file system needs about a tenth more than its content, and each small file occupies a whole block.
+    let bytes = (content + content / 8 + inodes * 4096 + SLACK_BYTES).next_multiple_of(1 << 20);
     remove_if_there(image)?;
     create_private(image)?.set_len(bytes)?;
     let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
-    // Blocks and inodes as a large disk has them, since it grows to one; more inodes where the image's files are small.
+    // Block size and inode density of a large disk, because it can be grown to one. Images of small files get more inodes.
     let bytes_per_inode = (bytes / (inodes + inodes / 4 + 1)).clamp(4096, 16384).to_string();
     let mut arguments: Vec<&OsStr> =
         ["-q", "-F", "-t", "ext4", "-b", "4096", "-i", &bytes_per_inode, "-m", "0", "-E", options, "-d"]
@@ -209,4 +206,13 @@ fn make_file_system(files: &Path, image: &Path) -> io::Result<()> {
     arguments.extend([files.as_os_str(), image.as_os_str()]);
     run("mke2fs", &arguments)?;
     fs::File::open(image)?.sync_all()
+}
+
+/// The number that `du` prints for a directory.
+fn disk_usage(files: &Path, options: &[&str]) -> io::Result<u64> {
+    let mut arguments = vec![OsStr::new("-s")];
+    arguments.extend(options.iter().map(OsStr::new));
+    arguments.push(files.as_os_str());
+    let output = run("du", &arguments)?;
+    Ok(output.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or(0))
 }

@@ -1,6 +1,6 @@
-//! The memory disk of every microVM: the guest agent, and nothing else.
+//! The initrd of every microVM: the guest agent, and nothing else.
 //!
-//! So each start has the agent that belongs to this manager, whatever is on the microVM's own disk.
+//! So each start runs the agent of this manager's version, whatever the microVM's disk contains.
 
 use std::fs;
 use std::io;
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use emergent_host::files::write_atomically;
 
-/// Makes the file what it should be, byte for byte. Asked before each start: all microVMs run the agent that is in it.
+/// Writes the file unless its bytes are right. It is checked before each start, because every microVM runs its agent.
 pub(crate) fn ensure(path: &Path) -> io::Result<()> {
     let archive = archive();
     let found = fs::symlink_metadata(path).is_ok_and(|found| found.is_file()).then(|| fs::read(path));
@@ -16,15 +16,15 @@ pub(crate) fn ensure(path: &Path) -> io::Result<()> {
         Some(Ok(bytes)) if bytes == archive => return Ok(()),
         Some(_) => tracing::warn!(
             file = %path.display(),
-            "the guest agent's memory disk is not this version's and is made again"
+            "the initrd is not of this version and is written again"
         ),
         None => {}
     }
-    // Jails link to it, and their processes read it as users of their own.
+    // Jails have links to it, and their processes run as other users.
     write_atomically(path, &archive, 0o444)
 }
 
-/// An archive as the kernel unpacks it (`newc`).
+/// A cpio archive in the kernel's format (`newc`).
 fn archive() -> Vec<u8> {
     const DIRECTORY: u32 = 0o040_755;
     const PROGRAM: u32 = 0o100_755;
@@ -32,7 +32,7 @@ fn archive() -> Vec<u8> {
     const CHARACTER_DEVICE: u32 = 0o020_600;
     let mut archive = Archive::default();
     archive.add("dev", DIRECTORY, (0, 0), b"");
-    // Where the kernel prints, and the agent too until it has mounted the rest.
+    // The console of the kernel, and of the agent until it has mounted `/dev`.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), b"");
     archive.add(".emergent", DIRECTORY, (0, 0), b"");
     for (name, bytes) in emergent_guest_binary::FILES {
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_memory_disk_that_was_altered_is_made_again_and_a_link_is_not_written_through() {
+    fn an_altered_initrd_is_written_again_and_a_link_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let (path, victim) = (directory.path().join("initrd"), directory.path().join("victim"));
         ensure(&path).unwrap();

@@ -1,7 +1,8 @@
-//! The interfaces of a manager's slots: some are made ahead, all are used again, and removed when nobody needs them.
+//! The TAP interfaces of a manager's slots. Some are made before they are needed (spares). Interfaces are reused, and removed
+//! when no microVM needs them.
 //!
-//! Invariant: an interface is removed only while its slot is free, and each is made or removed by one at a time. Who takes a
-//! slot and finds its interface removed makes it again.
+//! Invariant: an interface is removed only while its slot is free, and one thread at a time makes or removes interfaces. A
+//! start whose slot has no interface makes it.
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,11 +10,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::slot::{Naming, Slot, Slots};
 use crate::tap;
 
-/// The interfaces of one manager. Everything here blocks.
+/// The interfaces of one manager. Its functions block.
 #[derive(Debug)]
 pub(crate) struct Interfaces {
     naming: Naming,
-    /// Held for each change; true when none is made any more.
+    /// Locked for each change. True if no more spares are made.
     is_closed: Mutex<bool>,
 }
 
@@ -26,14 +27,14 @@ impl Interfaces {
         self.is_closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the one of a slot, unless it is there.
+    /// Makes the interface of a slot, unless it exists.
     pub(crate) fn ensure(&self, slot: &Slot) -> io::Result<()> {
         let _change = self.change();
         tap::ensure(slot)
     }
 
-    /// Makes those of the slots that are given first, so that a start finds its own there.
-    pub(crate) fn make_ahead(&self, slots: &Slots, count: u32) -> io::Result<()> {
+    /// Makes the interfaces of the first slots, which are the first to be taken.
+    pub(crate) fn make_spares(&self, slots: &Slots, count: u32) -> io::Result<()> {
         for index in 0..count {
             let is_closed = self.change();
             if !*is_closed && slots.is_free(index) {
@@ -43,20 +44,20 @@ impl Interfaces {
         Ok(())
     }
 
-    /// Removes those that nobody uses, but for those of the first slots.
-    pub(crate) fn remove_unused(&self, slots: &Slots, but: u32) -> io::Result<()> {
+    /// Removes the interfaces of free slots, except those of the first `kept` slots.
+    pub(crate) fn remove_unused(&self, slots: &Slots, kept: u32) -> io::Result<()> {
         let prefix = self.naming.prefix();
         for interface in tap::list(&prefix)? {
             let index = interface.strip_prefix(&prefix).and_then(|index| index.parse::<u32>().ok());
             let _change = self.change();
-            if index.is_some_and(|index| index >= but && slots.is_free(index)) {
+            if index.is_some_and(|index| index >= kept && slots.is_free(index)) {
                 tap::remove(&interface)?;
             }
         }
         Ok(())
     }
 
-    /// None is made ahead after this.
+    /// Ends the making of spares.
     pub(crate) fn close(&self) {
         *self.change() = true;
     }
@@ -72,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_has_a_slot_has_its_interface_whatever_is_made_and_removed_meanwhile() {
+    fn an_interface_in_use_survives_concurrent_making_and_removing() {
         const SLOTS: u32 = 4;
         let naming = Naming { manager: std::process::id(), network: Ipv4Addr::new(10, 255, 240, 0) };
         let (interfaces, slots) = (Interfaces::new(naming), Slots::new(SLOTS));
@@ -82,7 +83,7 @@ mod tests {
                 let index = slots.take(0, 0).unwrap();
                 let slot = naming.slot(index);
                 interfaces.ensure(&slot).unwrap();
-                // As long as all of them are removed and made once more.
+                // Until all interfaces were removed and made once more.
                 let begun = rounds.load(Ordering::Relaxed);
                 while rounds.load(Ordering::Relaxed) < begun + 2 && !is_done.load(Ordering::Relaxed) {
                     assert!(Path::new("/sys/class/net").join(&slot.interface).exists());
@@ -92,26 +93,26 @@ mod tests {
             }
         };
         std::thread::scope(|scope| {
-            let tidy = scope.spawn(|| {
-                let mut tidied = Ok(());
-                while tidied.is_ok() && !is_done.load(Ordering::Relaxed) {
-                    tidied = interfaces.make_ahead(&slots, SLOTS);
-                    tidied = tidied.and(interfaces.remove_unused(&slots, 0));
+            let cleaner = scope.spawn(|| {
+                let mut cleaned = Ok(());
+                while cleaned.is_ok() && !is_done.load(Ordering::Relaxed) {
+                    cleaned = interfaces.make_spares(&slots, SLOTS);
+                    cleaned = cleaned.and(interfaces.remove_unused(&slots, 0));
                     rounds.fetch_add(1, Ordering::Relaxed);
                 }
                 is_done.store(true, Ordering::Relaxed);
-                tidied
+                cleaned
             });
             let users = [scope.spawn(use_slots), scope.spawn(use_slots)];
             let used = users.map(|user| user.join());
             is_done.store(true, Ordering::Relaxed);
-            let tidied = tidy.join();
+            let cleaned = cleaner.join();
             interfaces.close();
             interfaces.remove_unused(&Slots::new(SLOTS), 0).unwrap();
             used.into_iter().for_each(|used| used.unwrap());
-            tidied.unwrap().unwrap();
+            cleaned.unwrap().unwrap();
         });
-        interfaces.make_ahead(&slots, SLOTS).unwrap();
+        interfaces.make_spares(&slots, SLOTS).unwrap();
         assert_eq!(tap::list(&naming.prefix()).unwrap(), Vec::<String>::new());
     }
 }

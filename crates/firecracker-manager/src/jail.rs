@@ -1,11 +1,12 @@
-//! A microVM's jail: the directory that its process sees as its whole file system, with links to what it needs.
+//! A microVM's jail: the directory that its process sees as its whole file system, with hard links to the files that it
+//! needs.
 //!
 //! ```text
 //!  jails/firecracker/{id}/root/  kernel  initrd  disk.ext4  [state  memory]  api.sock  v.sock  v.sock_1025
 //! ```
 //!
-//! A jail is used once: a microVM that is started again gets another. The disk in it is the same file as in the microVM's
-//! own directory, so nothing is lost with it.
+//! A jail is used once: a microVM that is started again gets a new one. Its disk is a hard link to the disk in the microVM's
+//! directory, so removing the jail loses no data.
 
 use std::fs;
 use std::io;
@@ -20,48 +21,48 @@ use emergent_wire::workspace::ResourceLimits;
 use crate::cgroup::Groups;
 use crate::slot::Slot;
 
-/// The names of files in a jail, as its process says them.
+/// The paths of files, as the process in the jail sees them.
 pub(crate) const KERNEL: &str = "/kernel";
 pub(crate) const INITRD: &str = "/initrd";
 pub(crate) const DISK: &str = "/disk.ext4";
 pub(crate) const VSOCK: &str = "/v.sock";
-/// What a microVM is put back from, or copied to.
+/// The files of a snapshot with memory.
 pub(crate) const STATE: &str = "/state";
 pub(crate) const MEMORY: &str = "/memory";
 const API: &str = "/api.sock";
-/// Open files of one process.
+/// The limit of open files of a microVM's process.
 const MOST_FILES: &str = "no-file=4096";
 
-/// What all jails have in common.
+/// The settings of all jails.
 #[derive(Clone, Debug)]
 pub(crate) struct Jails {
     pub(crate) base: PathBuf,
     pub(crate) firecracker: PathBuf,
     pub(crate) jailer: PathBuf,
     pub(crate) groups: Groups,
-    /// The group that those of all microVMs are in.
+    /// The parent of all microVMs' control groups.
     pub(crate) parent_group: String,
 }
 
-/// What a microVM is made of, outside its jail.
+/// The files that a jail links to.
 pub(crate) struct Parts<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initrd: &'a Path,
     pub(crate) disk: &'a Path,
-    /// State and memory of one that it is a copy of.
-    pub(crate) copy: Option<(&'a Path, &'a Path)>,
+    /// State and memory of the snapshot that the microVM starts from.
+    pub(crate) memory: Option<(&'a Path, &'a Path)>,
 }
 
 impl Jails {
-    fn all(&self) -> PathBuf {
+    fn jails(&self) -> PathBuf {
         self.base.join(self.firecracker.file_name().unwrap_or_default())
     }
 
     fn jail(&self, id: WorkspaceId) -> PathBuf {
-        self.all().join(id.to_string())
+        self.jails().join(id.to_string())
     }
 
-    /// A file of a jail, as the host sees it.
+    /// The host's path of a file in a jail.
     pub(crate) fn file(&self, id: WorkspaceId, name: &str) -> PathBuf {
         self.jail(id).join("root").join(name.trim_start_matches('/'))
     }
@@ -74,25 +75,25 @@ impl Jails {
         self.file(id, VSOCK)
     }
 
-    /// Where the agent connects to when it is ready.
+    /// The socket that the agent connects to when it is ready.
     pub(crate) fn ready_socket(&self, id: WorkspaceId) -> PathBuf {
         self.file(id, &format!("{VSOCK}_{READY_PORT}"))
     }
 
-    /// Makes a jail, instead of one that was used.
+    /// Makes a jail. One that was used before is removed.
     pub(crate) fn make(&self, id: WorkspaceId, slot: &Slot, parts: &Parts<'_>) -> io::Result<()> {
         self.remove_directory(id)?;
         let root = self.file(id, "");
         fs::create_dir_all(&root)?;
-        for directory in [&self.base, &self.all(), &self.jail(id)] {
-            // Only root looks around; a jail's process is inside and needs no way in.
+        for directory in [&self.base, &self.jails(), &self.jail(id)] {
+            // Only root enters these directories. The process in the jail starts inside.
             fs::set_permissions(directory, fs::Permissions::from_mode(0o700))?;
         }
         chown(&root, Some(slot.uid), Some(slot.uid))?;
         fs::hard_link(parts.kernel, self.file(id, KERNEL))?;
         fs::hard_link(parts.initrd, self.file(id, INITRD))?;
         fs::hard_link(parts.disk, self.file(id, DISK))?;
-        if let Some((state, memory)) = parts.copy {
+        if let Some((state, memory)) = parts.memory {
             fs::hard_link(state, self.file(id, STATE))?;
             fs::hard_link(memory, self.file(id, MEMORY))?;
         }
@@ -100,7 +101,7 @@ impl Jails {
         chown(parts.disk, Some(slot.uid), Some(slot.uid))
     }
 
-    /// What starts a microVM's process.
+    /// The command of the jailer, which becomes Firecracker.
     pub(crate) fn command(
         &self,
         id: WorkspaceId,
@@ -134,15 +135,15 @@ impl Jails {
         }
     }
 
-    /// Removes a jail and its control groups, when nothing runs in it.
+    /// Removes a jail in which no process runs, and its control groups.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
         self.remove_directory(id)?;
         self.groups.remove(&self.parent_group, Some(&id.to_string()))
     }
 
-    /// The microVMs that have a jail or a control group.
+    /// The ids of all jails and control groups.
     pub(crate) fn list(&self) -> Vec<WorkspaceId> {
-        let jails = fs::read_dir(self.all()).into_iter().flatten().flatten();
+        let jails = fs::read_dir(self.jails()).into_iter().flatten().flatten();
         let jails = jails.filter_map(|entry| entry.file_name().into_string().ok());
         let mut ids: Vec<WorkspaceId> =
             jails.chain(self.groups.list(&self.parent_group)).filter_map(|name| name.parse().ok()).collect();
@@ -151,8 +152,8 @@ impl Jails {
         ids
     }
 
-    /// Removes what held all jails together, when there is none.
-    pub(crate) fn retire(&self) -> io::Result<()> {
+    /// Removes the parent control group, when there is no jail.
+    pub(crate) fn remove_parent_group(&self) -> io::Result<()> {
         self.groups.remove(&self.parent_group, None)
     }
 }

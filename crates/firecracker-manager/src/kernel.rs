@@ -1,4 +1,4 @@
-//! The kernel that microVMs run: a copy of the one that was named, where jails can link to it.
+//! The kernel of microVMs: a copy of the configured file, on the file system of the jails, which link to it.
 
 use std::fs;
 use std::io;
@@ -7,42 +7,42 @@ use std::path::{Path, PathBuf};
 use emergent_host::files::create_temporary;
 
 use crate::error::{ManagerError, on_host};
-use crate::needs;
 use crate::record::make_readable;
+use crate::requirements;
 
 /// The kernel of one manager.
 #[derive(Debug)]
 pub(crate) struct Kernel {
-    named: PathBuf,
+    configured: PathBuf,
     copy: PathBuf,
-    /// Held by whoever makes the copy: who comes meanwhile waits for it.
+    /// One caller makes the copy, and concurrent callers wait for it.
     copying: tokio::sync::Mutex<()>,
 }
 
 impl Kernel {
-    pub(crate) fn new(named: PathBuf, data_dir: &Path) -> Self {
-        Self { named, copy: data_dir.join("kernel"), copying: tokio::sync::Mutex::default() }
+    pub(crate) fn new(configured: PathBuf, data_dir: &Path) -> Self {
+        Self { configured, copy: data_dir.join("kernel"), copying: tokio::sync::Mutex::default() }
     }
 
-    /// The copy, made anew when another kernel was named or put there.
+    /// The copy. It is made again when the configured file has changed.
     pub(crate) async fn get(&self) -> Result<PathBuf, ManagerError> {
-        needs::kernel(&self.named).map_err(|lack| ManagerError::Unavailable(lack.to_string()))?;
+        requirements::kernel(&self.configured)?;
         let _one = self.copying.lock().await;
-        let (named, copy) = (self.named.clone(), self.copy.clone());
-        on_host("taking over the kernel", move || refresh(&named, &copy)).await?;
+        let (configured, copy) = (self.configured.clone(), self.copy.clone());
+        on_host("copying the kernel", move || refresh(&configured, &copy)).await?;
         Ok(self.copy.clone())
     }
 }
 
-fn refresh(named: &Path, copy: &Path) -> io::Result<()> {
-    let found = fs::metadata(named)?;
+fn refresh(configured: &Path, copy: &Path) -> io::Result<()> {
+    let found = fs::metadata(configured)?;
     let is_same =
         |kept: fs::Metadata| kept.len() == found.len() && kept.modified().ok() == found.modified().ok();
     if fs::metadata(copy).is_ok_and(is_same) {
         return Ok(());
     }
     let (unfinished, mut file) = create_temporary(copy)?;
-    let copied = io::copy(&mut fs::File::open(named)?, &mut file)
+    let copied = io::copy(&mut fs::File::open(configured)?, &mut file)
         .and_then(|_| file.set_modified(found.modified()?))
         .and_then(|()| make_readable(&unfinished))
         .and_then(|()| fs::rename(&unfinished, copy));
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn many_at_once_get_one_copy_and_another_kernel_another() {
+    async fn concurrent_callers_share_a_copy_and_a_changed_kernel_is_copied_again() {
         let directory = tempfile::tempdir().unwrap();
         let named = directory.path().join("vmlinux");
         fs::write(&named, vec![1; 8 << 20]).unwrap();
@@ -70,6 +70,6 @@ mod tests {
         fs::write(&named, "another").unwrap();
         assert_eq!(fs::read(kernel.get().await.unwrap()).unwrap(), b"another");
         fs::remove_file(&named).unwrap();
-        assert!(matches!(kernel.get().await, Err(ManagerError::Unavailable(_))));
+        assert!(matches!(kernel.get().await, Err(ManagerError::UnmetRequirement(_))));
     }
 }

@@ -1,12 +1,12 @@
-//! Whether this host's KVM works: a machine and a CPU are really made, and given back at once.
+//! Checks whether KVM works on this host, by making a machine and a CPU. Both are removed at once.
 
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 
-use crate::needs::Lack;
+use crate::requirements::UnmetRequirement;
 
-/// What is said when it does not.
+/// The first words of the error when KVM does not work.
 pub const KVM_MISSING: &str = "KVM not available";
 
 const GET_API_VERSION: libc::c_ulong = 0xae00;
@@ -14,11 +14,12 @@ const CREATE_VM: libc::c_ulong = 0xae01;
 const CREATE_VCPU: libc::c_ulong = 0xae41;
 const API_VERSION: libc::c_int = 12;
 
-/// Tries it.
-pub(crate) fn check(device: &Path) -> Result<String, Lack> {
+/// Makes a machine and a CPU.
+pub(crate) fn check(device: &Path) -> Result<String, UnmetRequirement> {
     let shown = device.display();
-    let missing =
-        |why: String, fix: &str| Err(Lack { problem: format!("{KVM_MISSING}: {why}"), fix: fix.to_owned() });
+    let missing = |why: String, fix: &str| {
+        Err(UnmetRequirement { problem: format!("{KVM_MISSING}: {why}"), fix: fix.to_owned() })
+    };
     let turn_on = "turn virtualization on in the firmware and load kvm_intel or kvm_amd, or, in a virtual machine or \
                    container, let its host pass it on";
     let kvm = match fs::OpenOptions::new().read(true).write(true).open(device) {
@@ -51,7 +52,7 @@ pub(crate) fn check(device: &Path) -> Result<String, Lack> {
     }
 }
 
-/// A descriptor that a call of KVM's makes.
+/// Calls KVM for a new descriptor.
 fn made(on: libc::c_int, call: libc::c_ulong) -> std::io::Result<OwnedFd> {
     // SAFETY: both calls take a number and give a descriptor that is ours alone.
     unsafe {
@@ -70,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_there_or_not_kvm_is_said_so() {
+    fn a_missing_device_and_a_device_that_is_not_kvm_are_reported() {
         let missing = check(Path::new("/dev/no-such-kvm")).unwrap_err().to_string();
         assert!(missing.starts_with("KVM not available: /dev/no-such-kvm does not exist"), "{missing}");
         let other = check(Path::new("/dev/null")).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! What a manager is told when it starts.
+//! The configuration of a manager.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use emergent_host::room::RoomRules;
 use emergent_wire::ByteSize;
 use serde::{Deserialize, Serialize};
 
-/// What a manager is told when it starts.
+/// The configuration of a manager.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ManagerOptions {
@@ -18,24 +18,24 @@ pub struct ManagerOptions {
     pub jailer: PathBuf,
     /// The kernel that microVMs run.
     pub kernel: PathBuf,
-    /// What is added to the kernel's arguments.
+    /// Additional arguments of the kernel.
     pub kernel_arguments: String,
-    /// How many microVMs may run at once.
+    /// The most microVMs that run at the same time.
     pub max_vms: u32,
-    /// How many microVMs shall wait for work; servers keep the pool.
+    /// The size of the warm pool, which servers keep filled.
     pub warm_pool_size: u32,
-    /// How long a microVM may take from its start until its agent answers, in seconds.
+    /// The time limit from a microVM's start until its agent answers, in seconds.
     pub boot_timeout_seconds: u64,
-    /// The name servers that microVMs may ask; the host's unless given.
+    /// The name servers of microVMs. The host's are used if this is empty.
     pub nameservers: Vec<IpAddr>,
-    /// The device that is KVM's.
+    /// The device of KVM.
     pub kvm_device: PathBuf,
-    /// Whether microVMs are made only when KVM works. Turned off for a Firecracker that brings its own virtualization.
+    /// Whether KVM must work. Set to false for a Firecracker that has its own virtualization.
     pub require_kvm: bool,
-    /// What is kept free on the host's disk. A server tells its own manager `workspaces.min_free_disk`.
+    /// The bytes that are kept free on the host's disk. A server passes `workspaces.min_free_disk` to its own manager.
     pub min_free_disk: ByteSize,
-    /// How many times over the free disk may be promised to microVMs. A server tells its own manager
-    /// `workspaces.disk_overcommit`.
+    /// How many times the free bytes can be promised to disks of microVMs. A server passes `workspaces.disk_overcommit` to
+    /// its own manager.
     pub disk_overcommit: u32,
 }
 
@@ -59,7 +59,7 @@ impl Default for ManagerOptions {
 }
 
 impl ManagerOptions {
-    /// Whether everything that microVMs need is where it was said to be.
+    /// Whether the configured files exist.
     pub fn is_installed(&self) -> bool {
         [&self.firecracker, &self.jailer, &self.kernel].iter().all(|path| path.is_file())
     }

@@ -1,64 +1,68 @@
-//! A microVM's process, which outlives the manager: known by its id and the time it was started, since ids are used again.
+//! The process of a microVM, which outlives the manager.
+//!
+//! A process is identified by its id and its start time, because the kernel reuses ids.
 
-use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use emergent_host::procfs::{self, ProcessStat};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 use tokio::io::unix::AsyncFd;
 
-/// How long a process may take to stop that was told to.
+/// The time limit for a process to stop after SIGSTOP.
 const FREEZE_TIME: Duration = Duration::from_secs(10);
-/// How soon a process is waited on again that could not be, for want of a descriptor.
-const WAIT_AGAIN: Duration = Duration::from_secs(1);
+/// How often the states of its threads are read meanwhile.
+const FREEZE_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// The pause before waiting for a process again, after there was no free descriptor for it.
+const RETRY_WAIT_AFTER: Duration = Duration::from_secs(1);
 
 /// A process of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Process {
     pub(crate) pid: i32,
-    /// In ticks since the host was started.
+    /// In ticks since the host's start.
     pub(crate) start_time: u64,
 }
 
 impl Process {
-    /// The process that has this id now; none when there is none.
+    /// The process that has this id now. `None` if there is none.
     pub(crate) fn of(pid: i32) -> io::Result<Option<Self>> {
         Ok(start_time(pid)?.map(|start_time| Self { pid, start_time }))
     }
 
-    /// Whether it has ended: it and not another with its id. What can't be looked at has not.
+    /// Whether this process has ended. An error means that it could not be read, and says nothing about its end.
     pub(crate) fn has_ended(self) -> io::Result<bool> {
         Ok(start_time(self.pid)? != Some(self.start_time))
     }
 
-    /// Whether it runs, as far as can be told.
+    /// Whether this process is alive. One that can't be read counts as alive.
     pub(crate) fn is_alive(self) -> bool {
         !self.has_ended().unwrap_or_else(|error| {
-            tracing::warn!(pid = self.pid, %error, "a process can't be looked at and is taken for alive");
+            tracing::warn!(pid = self.pid, %error, "a process can't be read and counts as alive");
             false
         })
     }
 
-    /// Something that can be waited on and signalled without ever meaning another process; none when it has ended.
+    /// A descriptor of this process. It never refers to another process. `None` if this process has ended.
     fn handle(self) -> io::Result<Option<OwnedFd>> {
         let Some(pid) = Pid::from_raw(self.pid) else {
             return Ok(None);
         };
         let handle = match rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK) {
             Ok(handle) => handle,
-            // The number may be a thread's now.
+            // The id can belong to a thread now.
             Err(_) if self.has_ended()? => return Ok(None),
             Err(errno) => return Err(errno.into()),
         };
-        // Only now is it certain whose it is.
+        // The descriptor holds the id. If the start time still matches, it is this process's.
         Ok((!self.has_ended()?).then_some(handle))
     }
 
-    /// Signals it, unless it has ended.
+    /// Sends a signal, unless the process has ended.
     pub(crate) fn signal(self, signal: Signal) -> io::Result<()> {
         match self.handle()?.map(|handle| rustix::process::pidfd_send_signal(handle, signal)) {
             None | Some(Ok(()) | Err(Errno::SRCH)) => Ok(()),
@@ -66,22 +70,22 @@ impl Process {
         }
     }
 
-    /// Stops it and what it has started, and waits until nothing of that runs. It leads a group of its own.
+    /// Stops the process and its process group, and waits until all their threads have stopped.
     pub(crate) fn freeze(self) -> io::Result<()> {
         self.signal_group(Signal::STOP)?;
-        let begun = Instant::now();
-        // Each thread stops when it leaves the kernel, and nobody is told but the parent, which another may have been.
+        let deadline = Instant::now() + FREEZE_TIME;
+        // A thread stops when it leaves the kernel. The kernel reports that to the parent only, which may be another manager.
         while !is_group_stopped(self.pid)? {
-            if begun.elapsed() > FREEZE_TIME {
+            if Instant::now() > deadline {
                 let message = format!("process {} does not stop", self.pid);
                 return Err(io::Error::new(io::ErrorKind::TimedOut, message));
             }
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(FREEZE_POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Lets it go on.
+    /// Continues the process and its process group.
     pub(crate) fn thaw(self) -> io::Result<()> {
         self.signal_group(Signal::CONT)
     }
@@ -89,16 +93,16 @@ impl Process {
     fn signal_group(self, signal: Signal) -> io::Result<()> {
         let gone = || io::Error::new(io::ErrorKind::NotFound, "the process has ended");
         let pid = Pid::from_raw(self.pid).ok_or_else(gone)?;
-        // While this is held and it lives, its number is nobody else's.
+        // The id is not reused while the process is alive or this descriptor is open.
         let _handle = self.handle()?.ok_or_else(gone)?;
         Ok(rustix::process::kill_process_group(pid, signal)?)
     }
 
-    /// Waits until it has ended.
+    /// Waits until the process has ended.
     pub(crate) async fn ended(self) {
         while let Err(error) = self.wait().await {
-            tracing::warn!(pid = self.pid, %error, "a process can't be waited on; it is tried again");
-            tokio::time::sleep(WAIT_AGAIN).await;
+            tracing::warn!(pid = self.pid, %error, "the end of a process can't be waited for; it is tried again");
+            tokio::time::sleep(RETRY_WAIT_AFTER).await;
         }
     }
 
@@ -112,73 +116,30 @@ impl Process {
     }
 }
 
-/// Tells the kernel that this process is ended before those of the host when memory runs out. Only system calls, and none
-/// that must succeed.
-pub(crate) fn offer_to_end() {
+/// Makes the kernel kill this process before the host's other processes when memory runs out. Only system calls, whose
+/// failure is ignored, since it runs between fork and exec.
+pub(crate) fn raise_oom_score() {
     if let Ok(file) = rustix::fs::open(c"/proc/self/oom_score_adj", OFlags::WRONLY, Mode::empty()) {
         let _ = rustix::io::write(file, b"500");
     }
 }
 
-/// Which run of the host this is.
-pub(crate) fn boot() -> io::Result<String> {
-    Ok(fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
-}
-
-/// When a process was started; none when it is not there, or only its remains are.
+/// The start time of a process. `None` if it has ended, reaped or not.
 fn start_time(pid: i32) -> io::Result<Option<u64>> {
-    let fields = Fields::of(&format!("/proc/{pid}"))?;
-    Ok(fields.filter(|fields| !fields.is_dead()).and_then(|fields| fields.number(19)))
-}
-
-/// What is read of a process or a thread; none when it is not there any more.
-fn unless_gone<T>(read: io::Result<T>) -> io::Result<Option<T>> {
-    match read {
-        Ok(read) => Ok(Some(read)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        // It ended between being opened and being read.
-        Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// What the kernel tells of a process or a thread, from its state on.
-struct Fields(Vec<String>);
-
-impl Fields {
-    fn of(directory: &str) -> io::Result<Option<Self>> {
-        let stat = unless_gone(fs::read(format!("{directory}/stat")))?;
-        let fields = |stat: Vec<u8>| {
-            // Its name, which may be anything, ends at the last bracket.
-            let stat = String::from_utf8_lossy(&stat);
-            Some(Self(stat.rsplit_once(')')?.1.split_ascii_whitespace().map(str::to_owned).collect()))
-        };
-        Ok(stat.and_then(fields))
-    }
-
-    fn state(&self) -> &str {
-        self.0.first().map_or("", String::as_str)
-    }
-
-    fn is_dead(&self) -> bool {
-        matches!(self.state(), "Z" | "X")
-    }
-
-    fn number<T: std::str::FromStr>(&self, index: usize) -> Option<T> {
-        self.0.get(index)?.parse().ok()
-    }
+    let stat = ProcessStat::read(pid)?;
+    Ok(stat.filter(|stat| !stat.is_dead()).and_then(|stat| stat.start_time()))
 }
 
 /// Whether all threads of all processes of a group are stopped.
 fn is_group_stopped(group: i32) -> io::Result<bool> {
-    for pid in numbers("/proc")? {
-        let fields = Fields::of(&format!("/proc/{pid}"))?;
-        if !fields.is_some_and(|fields| fields.number(2) == Some(group) && !fields.is_dead()) {
+    for pid in procfs::process_ids()? {
+        let stat = ProcessStat::read(pid)?;
+        if !stat.is_some_and(|stat| stat.process_group() == Some(group) && !stat.is_dead()) {
             continue;
         }
-        for thread in numbers(&format!("/proc/{pid}/task"))? {
-            let fields = Fields::of(&format!("/proc/{thread}"))?;
-            if fields.is_some_and(|fields| !fields.is_dead() && fields.state() != "T") {
+        for thread in procfs::thread_ids(pid)? {
+            let stat = ProcessStat::read(thread)?;
+            if stat.is_some_and(|stat| !stat.is_dead() && !stat.is_stopped()) {
                 return Ok(false);
             }
         }
@@ -186,31 +147,17 @@ fn is_group_stopped(group: i32) -> io::Result<bool> {
     Ok(true)
 }
 
-/// The entries of a directory of `/proc` that are processes or threads.
-fn numbers(directory: &str) -> io::Result<Vec<i32>> {
-    let Some(entries) = unless_gone(fs::read_dir(directory))? else {
-        return Ok(Vec::new());
-    };
-    let mut numbers = Vec::new();
-    for entry in entries {
-        if let Some(entry) = unless_gone(entry)? {
-            numbers.extend(entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
-        }
-    }
-    Ok(numbers)
-}
-
-/// All processes that were started for this microVM, jailer or Firecracker: both carry its id as an argument.
+/// The processes of a microVM. The jailer and Firecracker both have its id as an argument.
 pub(crate) fn of_machine(id: &str) -> io::Result<Vec<Process>> {
     let joined = format!("--id={id}");
     let mut found = Vec::new();
-    for pid in numbers("/proc")? {
-        let Some(arguments) = unless_gone(fs::read(format!("/proc/{pid}/cmdline")))? else {
+    for pid in procfs::process_ids()? {
+        let Some(arguments) = procfs::arguments(pid)? else {
             continue;
         };
-        let arguments: Vec<&[u8]> = arguments.split(|byte| *byte == 0).collect();
-        let named = |pair: &[&[u8]]| pair[0] == b"--id" && pair[1] == id.as_bytes();
-        if arguments.windows(2).any(named) || arguments.contains(&joined.as_bytes()) {
+        let is_pair = |pair: &[Vec<u8>]| pair[0] == b"--id" && pair[1] == id.as_bytes();
+        let is_joined = |argument: &Vec<u8>| argument == joined.as_bytes();
+        if arguments.windows(2).any(is_pair) || arguments.iter().any(is_joined) {
             found.extend(Process::of(pid)?);
         }
     }
@@ -220,16 +167,31 @@ pub(crate) fn of_machine(id: &str) -> io::Result<Vec<Process>> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::io::Read;
+    use std::process::{Child, Command, Stdio};
+
+    use futures_util::FutureExt;
+
     use super::*;
 
+    /// A shell with pipes for its input and output.
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+    }
+
+    fn process_of(child: &Child) -> Process {
+        Process::of(child.id().cast_signed()).unwrap().unwrap()
+    }
+
     #[tokio::test]
-    async fn a_process_is_itself_and_no_other_with_its_id() {
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
+    async fn a_reused_id_is_another_process() {
+        let mut child = shell("read x").spawn().unwrap();
+        let process = process_of(&child);
         assert!(process.is_alive());
         let other = Process { start_time: process.start_time + 1, ..process };
         assert!(!other.is_alive());
-        // A signal that is meant for another does nothing.
         other.signal(Signal::KILL).unwrap();
         other.ended().await;
         assert!(child.try_wait().unwrap().is_none());
@@ -240,29 +202,25 @@ mod tests {
     }
 
     #[test]
-    fn a_process_may_have_any_name() {
-        let mut child = std::process::Command::new("sh")
-            .args(["-c", r"printf 'a)\377 Z 1' > /proc/$$/comm; echo; read x"])
-            .stdin(std::process::Stdio::piped())
-            .stdout(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        io::Read::read_exact(&mut child.stdout.take().unwrap(), &mut [0]).unwrap();
-        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
+    fn a_process_with_a_hostile_name_is_read() {
+        let script = r"printf 'a)\377 Z 1' > /proc/$$/comm; echo; read x";
+        let mut child = shell(script).spawn().unwrap();
+        child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        let process = process_of(&child);
         assert!(process.is_alive());
         process.signal(Signal::KILL).unwrap();
         child.wait().unwrap();
         assert!(!process.is_alive());
     }
 
-    /// In a process of its own, since descriptors are everybody's.
+    /// Runs in a process of its own, because descriptors belong to the whole process.
     #[tokio::test]
-    async fn a_process_that_cannot_be_looked_at_has_not_ended() {
+    async fn a_process_that_can_not_be_read_has_not_ended() {
         use rustix::process::{Resource, Rlimit, getpid, getrlimit, setrlimit};
         const ALONE: &str = "EMERGENT_TEST_ALONE";
         if std::env::var_os(ALONE).is_none() {
-            let name = "process::tests::a_process_that_cannot_be_looked_at_has_not_ended";
-            let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+            let name = "process::tests::a_process_that_can_not_be_read_has_not_ended";
+            let mut alone = Command::new(std::env::current_exe().unwrap());
             assert!(alone.args(["--exact", name]).env(ALONE, "1").status().unwrap().success());
             return;
         }
@@ -271,56 +229,40 @@ mod tests {
         setrlimit(Resource::Nofile, Rlimit { current: Some(0), ..limit }).unwrap();
         assert!(Process::of(itself.pid).is_err() && of_machine("any").is_err());
         assert!(itself.is_alive() && itself.signal(Signal::KILL).is_err());
-        let waited = tokio::time::timeout(Duration::from_millis(10), itself.ended()).await;
+        let ended = itself.ended().now_or_never();
         setrlimit(Resource::Nofile, limit).unwrap();
-        assert!(waited.is_err());
+        assert!(ended.is_none());
     }
 
     #[test]
-    fn what_is_frozen_stands_still_with_all_it_has_started() {
+    fn a_frozen_process_group_does_not_run_until_it_is_thawed() {
         use std::os::unix::process::CommandExt;
-        let directory = tempfile::tempdir().unwrap();
-        let file = directory.path().join("grows");
-        let write =
-            format!("(while :; do echo >> {0}; done) & while :; do echo >> {0}; done", file.display());
-        let mut command = std::process::Command::new("sh");
-        let mut child = command.args(["-c", &write]).process_group(0).spawn().unwrap();
-        let process = Process::of(child.id().cast_signed()).unwrap().unwrap();
-        let size = || fs::metadata(&file).map_or(0, |found| found.len());
-        let grows = |from: u64| {
-            let begun = Instant::now();
-            while size() <= from && begun.elapsed() < FREEZE_TIME {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            size() > from
+        let script = "(while :; do echo child; done) & while :; do echo parent; done";
+        let mut child = shell(script).process_group(0).spawn().unwrap();
+        let mut output = child.stdout.take().unwrap();
+        let process = process_of(&child);
+        let mut read_words = |bytes: usize| {
+            let mut words = vec![0; bytes];
+            output.read_exact(&mut words).unwrap();
         };
-        assert!(grows(0));
+        read_words(1000);
         process.freeze().unwrap();
-        let frozen = size();
-        std::thread::sleep(Duration::from_millis(50));
-        assert_eq!(size(), frozen);
+        assert!(is_group_stopped(process.pid).unwrap());
         process.thaw().unwrap();
-        assert!(grows(frozen));
+        // More than the pipe held when they stopped: both ran again.
+        read_words(1 << 20);
         process.signal_group(Signal::KILL).unwrap();
         child.wait().unwrap();
         assert_eq!(process.freeze().unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 
     #[test]
-    fn processes_of_a_machine_are_found_by_its_id() {
+    fn the_processes_of_a_machine_are_found_by_its_id() {
         let id = "0190aaaa-0000-7000-8000-000000000001";
-        let mut child = std::process::Command::new("sh")
-            .args(["-c", "read x", "--id", id])
-            .stdin(std::process::Stdio::piped())
-            .spawn()
-            .unwrap();
-        // Its arguments can be read a moment after it has begun.
-        let begun = Instant::now();
-        let mut found = of_machine(id).unwrap();
-        while found.is_empty() && begun.elapsed() < FREEZE_TIME {
-            std::thread::sleep(Duration::from_millis(1));
-            found = of_machine(id).unwrap();
-        }
+        let mut child = shell("echo; read x").args(["--id", id]).spawn().unwrap();
+        // After exec, so that the arguments can be read.
+        child.stdout.take().unwrap().read_exact(&mut [0]).unwrap();
+        let found = of_machine(id).unwrap();
         assert_eq!(found.iter().map(|process| process.pid).collect::<Vec<_>>(), [child.id().cast_signed()]);
         child.kill().unwrap();
         child.wait().unwrap();

@@ -1,4 +1,4 @@
-//! What is written down of a microVM: enough to find, use, end and remove it after any crash.
+//! The record of a microVM: enough to find, use, end and remove it after any crash.
 //!
 //! ```text
 //!             create            start                  agent answers
@@ -10,7 +10,7 @@
 //!                     removing ◀──────────┘ (as from every other)
 //! ```
 //!
-//! A phase is written before what it stands for is begun: what is found under it after a crash may be there in part.
+//! A phase is saved before its work begins. So after a crash, the work of the saved phase may be done in part.
 
 use std::fs;
 use std::io::{self, Write};
@@ -25,22 +25,22 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::Process;
 
-/// Room that a record has from the first: more than it ever needs, with all that is told of a microVM's end.
+/// The size of a record's file. It is more than a record needs, also with the reason of its microVM's end.
 const RECORD_BYTES: usize = 8 << 10;
 
-/// What is written down of a microVM.
+/// The record of a microVM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) id: WorkspaceId,
     pub(crate) request: MachineRequest,
     pub(crate) phase: MachinePhase,
-    /// The slot it has, from before anything is made in it until all of that is gone.
+    /// Its slot: from before anything is made for it until all of that is removed.
     pub(crate) slot: Option<u32>,
-    /// Its process, once it has one.
+    /// Its process, after it was started.
     pub(crate) process: Option<Process>,
-    /// The run of the host that the process belongs to: another has other processes under the same numbers.
+    /// The boot id of the host when the process was started. After a restart of the host its id belongs to another process.
     pub(crate) boot: Option<String>,
-    /// Why it ended, when it was not told to.
+    /// Why it ended, if it was not stopped.
     pub(crate) ended: Option<String>,
 }
 
@@ -71,7 +71,7 @@ impl Records {
         Ok(Self { directory })
     }
 
-    /// The directory of one.
+    /// The directory of one microVM.
     pub(crate) fn of(&self, id: WorkspaceId) -> PathBuf {
         self.directory.join(id.to_string())
     }
@@ -93,7 +93,7 @@ impl Records {
         rewrite(&directory.join("machine.json"), serde_json::to_vec_pretty(record)?)
     }
 
-    /// Removes a microVM's directory; its record goes last, so that a crash before leaves one that says what to do.
+    /// Removes a microVM's directory. The record is removed last, so that recovery finds it after a crash.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
         let directory = self.of(id);
         let record = directory.join("machine.json");
@@ -109,7 +109,7 @@ impl Records {
         fs::remove_dir_all(directory)
     }
 
-    /// All that are written down. Directories without a record are remains of one whose removal had almost ended.
+    /// Loads all records. A directory without a record is left over from a removal, and is removed.
     pub(crate) fn load(&self) -> io::Result<Vec<Record>> {
         let mut records = Vec::new();
         for entry in fs::read_dir(&self.directory)? {
@@ -118,7 +118,7 @@ impl Records {
                 Ok(bytes) => match serde_json::from_slice(&bytes) {
                     Ok(record) => records.push(record),
                     Err(error) => {
-                        tracing::error!(path = %path.display(), %error, "a record can't be read and is left alone")
+                        tracing::error!(path = %path.display(), %error, "a record can't be parsed and is ignored; its microVM stays as it is")
                     }
                 },
                 Err(error) if error.kind() == io::ErrorKind::NotFound => fs::remove_dir_all(path)?,
@@ -129,19 +129,19 @@ impl Records {
     }
 }
 
-/// Writes a file as a whole or not at all, and only for its owner.
+/// Writes a private file atomically.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_atomically(path, bytes, 0o600)
 }
 
-/// The same for a file that must be written also when the disk is full, since what frees the disk is written down first:
-/// the text before stays beside it, and its place is used for the next. On a file system that never writes to the same
-/// place twice this is no better than [`write_whole`].
+/// Writes a file atomically, also on a full disk. Two files of full size exist from the first save. The new text overwrites
+/// the second file, and then the two exchange their names. A full disk must not prevent this, because a removal is saved
+/// before it frees space. On a copy-on-write file system this is no better than [`write_whole`].
 fn rewrite(path: &Path, mut text: Vec<u8>) -> io::Result<()> {
     let other = path.with_extension("new");
     text.resize(text.len().max(RECORD_BYTES), b'\n');
     if !path.exists() {
-        // Both places are there before there is a record.
+        // Both files exist before the record does.
         let first = path.with_extension("first");
         write_over(&first, &text)?;
         write_over(&other, &text)?;
@@ -149,12 +149,12 @@ fn rewrite(path: &Path, mut text: Vec<u8>) -> io::Result<()> {
     } else {
         write_over(&other, &text)?;
         match renameat_with(CWD, &other, CWD, path, RenameFlags::EXCHANGE) {
-            // A file system that can't exchange two.
+            // The file system has no exchange.
             Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&other, path)?,
             exchanged => exchanged?,
         }
     }
-    // The next is written to the place of this one's predecessor, which must not have its name any more.
+    // The exchange must be on the disk before the next save overwrites the second file.
     fs::File::open(path.parent().unwrap_or(path))?.sync_all()
 }
 
@@ -166,7 +166,7 @@ fn write_over(path: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// What jails link to is read by the users of all microVMs.
+/// Makes a file readable for the users of all microVMs. Jails have hard links to it.
 pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     fs::set_permissions(path, fs::Permissions::from_mode(0o444))
@@ -181,7 +181,7 @@ mod tests {
 
     use super::*;
 
-    /// A small disk, until it is dropped.
+    /// A small file system that is unmounted on drop.
     struct Disk(tempfile::TempDir);
 
     impl Drop for Disk {
@@ -196,8 +196,8 @@ mod tests {
         disk
     }
 
-    /// Leaves so many bytes on a disk.
-    fn fill_but_for(disk: &Disk, bytes: u64) {
+    /// Fills a disk, except for some bytes.
+    fn fill_except(disk: &Disk, bytes: u64) {
         let filler = disk.0.path().join("filler");
         let full = fs::write(&filler, vec![1; 1 << 20]).unwrap_err();
         assert_eq!(full.kind(), io::ErrorKind::StorageFull);
@@ -217,12 +217,12 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_has_no_room_for_its_changes_is_not_begun() {
+    fn a_record_is_not_created_without_space_for_its_changes() {
         let disk = small_disk();
         let records = Records::open(disk.0.path()).unwrap();
         let record = record();
-        // For the record itself and its directory, and not for its other place.
-        fill_but_for(&disk, 3 << 12);
+        // Enough for the record and its directory, not for the second file.
+        fill_except(&disk, 3 << 12);
         assert_eq!(records.save(&record).unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert!(records.of(record.id).exists());
         assert_eq!(records.load().unwrap(), []);
@@ -230,12 +230,12 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_changed_also_on_a_full_disk() {
+    fn a_record_can_be_changed_on_a_full_disk() {
         let disk = small_disk();
         let records = Records::open(disk.0.path()).unwrap();
         let mut record = record();
         records.save(&record).unwrap();
-        fill_but_for(&disk, 0);
+        fill_except(&disk, 0);
         for phase in [MachinePhase::Running, MachinePhase::Ending, MachinePhase::Removing] {
             record.phase = phase;
             record.ended = Some("x".repeat(4000));

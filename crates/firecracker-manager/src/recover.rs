@@ -1,172 +1,184 @@
-//! What a manager does first: takes back the microVMs that run, finishes or undoes what an earlier one had begun, and
-//! removes what belongs to nobody.
+//! Recovery after a manager has ended at any moment: adopts the microVMs that run, finishes or undoes the operations that
+//! had begun, and removes the resources that no record names.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::MachinePhase;
 use emergent_wire::workspace::NetworkMode;
 use futures_util::future::join_all;
+use tokio::task::JoinHandle;
 
-use crate::error::{ManagerError, on_host};
-use crate::machine::{Machine, kill};
-use crate::manager::Manager;
-use crate::process::{self, Process};
+use crate::error::{HostError, ManagerError, on_host};
+use crate::machine::{LockedMachine, Machine};
+use crate::process::Process;
+use crate::record::Record;
+use crate::resources::Resources;
+use crate::{pause, shutdown, watch};
 
-/// What to do with a microVM that was found.
+/// The action for one record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    /// It runs: look after it.
+enum Action {
+    /// It runs: watch it.
     Adopt,
-    /// It runs but for a moment: let it go on, and look after it.
-    GoOn,
-    /// It was being stopped, and has not ended yet.
+    /// It is paused: let it run again, and watch it.
+    Unpause,
+    /// It was being stopped, and its process has not ended: stop it.
     Stop,
-    /// Nothing of it may run; its disk stays.
+    /// Its run is over: clean up. Its disk is kept.
     End,
-    /// It has nothing but its disk.
-    Leave,
-    /// It was never finished, or was being removed.
+    /// It is stopped: there is nothing to do.
+    Keep,
+    /// Its creation was not finished, or it was being removed: remove it.
     Remove,
 }
 
-/// Pure: from what is written and whether its process lives to what is to be done.
-fn step(phase: MachinePhase, lives: bool) -> Step {
-    match (phase, lives) {
-        (MachinePhase::Running, true) => Step::Adopt,
-        (MachinePhase::Paused, true) => Step::GoOn,
-        (MachinePhase::Ending, true) => Step::Stop,
-        (MachinePhase::Reserved | MachinePhase::Removing, _) => Step::Remove,
-        (MachinePhase::Stopped, _) => Step::Leave,
-        _ => Step::End,
+/// Decides the action from a record's phase and the state of its process. Pure.
+fn action(phase: MachinePhase, is_alive: bool) -> Action {
+    match (phase, is_alive) {
+        (MachinePhase::Running, true) => Action::Adopt,
+        (MachinePhase::Paused, true) => Action::Unpause,
+        (MachinePhase::Ending, true) => Action::Stop,
+        (MachinePhase::Reserved | MachinePhase::Removing, _) => Action::Remove,
+        (MachinePhase::Stopped, _) => Action::Keep,
+        _ => Action::End,
     }
 }
 
-impl Manager {
-    /// Takes back what runs, and looks after all else in the background: one microVM that takes long to be ended keeps
-    /// nobody from the others.
-    pub(crate) async fn recover(self: &Arc<Self>) -> Result<(), ManagerError> {
-        let (records, snapshots) = (self.records.clone(), self.snapshots.clone());
-        let found = on_host("reading what microVMs there are", move || {
-            snapshots.sweep()?;
+/// The background task of a recovery.
+pub(crate) struct Recovery {
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Recovery {
+    /// Registers all microVMs and adopts those that run. The rest is done in the background and for all microVMs at once: one
+    /// that ends slowly delays no other.
+    pub(crate) async fn start(resources: &Arc<Resources>) -> Result<Self, ManagerError> {
+        let (records, snapshots) = (resources.records.clone(), resources.snapshots.clone());
+        let found = on_host("reading the records of microVMs", move || {
+            snapshots.remove_incomplete()?;
             records.load()
-        })
-        .await?;
-        let mut left = Vec::new();
-        for mut record in found {
-            if record.boot.as_ref().is_some_and(|boot| *boot != self.boot) {
-                record.process = None;
-            }
-            let step = step(record.phase, record.process.is_some_and(Process::is_alive));
-            tracing::info!(machine = %record.id, phase = %record.phase, ?step, "a microVM was found");
-            if step == Step::End {
-                if record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused {
-                    record.ended = Some("its process ended while no manager ran".to_owned());
-                }
-                record.phase = MachinePhase::Ending;
-            }
-            // What is taken must be known before any is given.
-            if let Some(index) = record.slot {
-                if self.slots.take_back(index) {
-                    if record.request.network == NetworkMode::Nat {
-                        let slot = self.naming.slot(index);
-                        self.firewall.expect(&slot.interface, slot.guest);
-                    }
-                } else {
-                    tracing::error!(machine = %record.id, index, "two microVMs have the same slot");
-                    record.slot = None;
-                }
-            }
-            let (id, process) = (record.id, record.process);
-            let machine = Machine::new(record);
-            self.machines().insert(id, Arc::clone(&machine));
-            match (step, process) {
-                (Step::Adopt, Some(process)) => self.watch(&machine, process),
-                (Step::Leave, _) => {}
-                _ => {
-                    // Before anybody else can: who asks for it waits.
-                    let operation = Arc::clone(&machine.operation).lock_owned().await;
-                    left.push((machine, step, operation));
-                }
-            }
+        });
+        let mut unfinished = Vec::new();
+        for record in found.await? {
+            unfinished.extend(register(resources, record).await);
         }
-        let manager = Arc::clone(self);
-        let recovery = tokio::spawn(async move {
-            // What runs must not be without its rules; it is tried again now and then, and by the next microVM.
-            if let Err(error) = manager.repair_rules().await {
-                tracing::warn!(%error, "the rules of microVMs could not be put back");
+        let resources = Arc::clone(resources);
+        let task = tokio::spawn(async move {
+            // MicroVMs that run must not be without their rules. If this fails, `repair` and the next microVM try again.
+            if let Err(error) = resources.repair_rules().await {
+                tracing::warn!(%error, "the rules of microVMs could not be set; it is tried again");
             }
-            let ended = left.into_iter().map(|(machine, step, operation)| {
-                let manager = &manager;
-                async move {
-                    manager.finish(&machine, step).await;
-                    drop(operation);
-                }
+            let finished = unfinished.into_iter().map(|(machine, action)| {
+                let resources = &resources;
+                async move { finish(resources, &machine, action).await }
             });
-            join_all(ended).await;
-            manager.tidy().await;
+            join_all(finished).await;
+            remove_strays(&resources).await;
         });
-        *self.recovery.lock().unwrap_or_else(PoisonError::into_inner) = Some(recovery);
-        Ok(())
+        Ok(Self { task: Mutex::new(Some(task)) })
     }
 
-    /// Whether what an earlier manager left is still being looked after.
-    pub(crate) fn is_recovering(&self) -> bool {
-        let recovery = self.recovery.lock().unwrap_or_else(PoisonError::into_inner);
-        recovery.as_ref().is_some_and(|task| !task.is_finished())
+    pub(crate) fn is_running(&self) -> bool {
+        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        task.as_ref().is_some_and(|task| !task.is_finished())
     }
 
-    /// Brings a microVM that was found to where it belongs. Its operation is ours.
-    async fn finish(self: &Arc<Self>, machine: &Arc<Machine>, step: Step) {
-        let record = machine.record();
-        let done = match (step, record.process) {
-            (Step::GoOn, Some(process)) => {
-                let gone_on = self.let_go_on(machine, false).await;
-                self.watch(machine, process);
-                gone_on
-            }
-            (Step::Stop, _) => self.stop_locked(machine).await,
-            (Step::Remove, _) => self.remove_locked(machine).await,
-            _ => self.end_run(machine, None).await,
-        };
-        if let Err(error) = done {
-            tracing::error!(machine = %machine.id, ?step, %error, "a microVM that was found could not be taken back; it is tried again");
+    /// Ends the task and waits for its end.
+    pub(crate) async fn abort(&self) {
+        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(task) = task {
+            task.abort();
+            let _ = task.await;
         }
     }
+}
 
-    /// Removes what no record names, and makes what is kept ahead.
-    async fn tidy(self: &Arc<Self>) {
-        let jails = self.jails.clone();
-        let strays = on_host("listing jails", move || Ok::<_, std::io::Error>(jails.list())).await;
-        // Listed before it is asked which are known: a jail is made after its record.
-        let strays = strays.unwrap_or_default().into_iter().filter(|id| self.machine(*id).is_err());
-        join_all(strays.map(|id| self.remove_stray(id))).await;
-        if let Err(error) = self.remove_interfaces(self.interfaces_ahead()).await {
-            tracing::warn!(%error, "interfaces that belong to nobody could not be removed");
-        }
-        let manager = Arc::clone(self);
-        let made = on_host("making interfaces ahead", move || {
-            manager.interfaces.make_ahead(&manager.slots, manager.interfaces_ahead())
-        });
-        if let Err(error) = made.await {
-            tracing::warn!(%error, "no interfaces were made ahead");
-        }
+/// Registers the microVM of a record. Returns it locked if there is something to finish, so that calls for it wait.
+async fn register(resources: &Arc<Resources>, mut record: Record) -> Option<(LockedMachine, Action)> {
+    if record.boot.as_ref().is_some_and(|boot| *boot != resources.boot_id) {
+        // The host was restarted: the number belongs to another process now.
+        record.process = None;
     }
+    let action = action(record.phase, record.process.is_some_and(Process::is_alive));
+    tracing::info!(machine = %record.id, phase = %record.phase, ?action, "a microVM of an earlier manager was found");
+    if action == Action::End {
+        if record.phase == MachinePhase::Running || record.phase == MachinePhase::Paused {
+            record.ended = Some("its process ended while no manager ran".to_owned());
+        }
+        record.phase = MachinePhase::Ending;
+    }
+    take_back_slot(resources, &mut record);
+    let process = record.process;
+    let machine = Machine::new(record, resources.records.clone());
+    resources.machines.insert(Arc::clone(&machine));
+    match (action, process) {
+        (Action::Adopt, Some(process)) => {
+            watch::watch(resources, &machine, process);
+            None
+        }
+        (Action::Keep, _) => None,
+        _ => Some((machine.lock().await, action)),
+    }
+}
 
-    /// Removes a jail, its control groups and its processes that no record names.
-    async fn remove_stray(&self, id: WorkspaceId) {
-        let removed = async {
-            let processes = on_host("looking for processes", move || process::of_machine(&id.to_string()));
-            for process in processes.await? {
-                kill(process).await?;
-            }
-            let jails = self.jails.clone();
-            on_host("removing a jail", move || jails.remove(id)).await
-        };
-        if let Err(error) = removed.await {
-            tracing::warn!(machine = %id, %error, "a jail that belongs to nobody could not be removed");
-        }
+/// Marks a record's slot as taken, before any slot is given to a new microVM.
+fn take_back_slot(resources: &Resources, record: &mut Record) {
+    let Some(index) = record.slot else {
+        return;
+    };
+    if !resources.slots.take_back(index) {
+        tracing::error!(machine = %record.id, index, "two microVMs have the same slot; the second one loses it");
+        record.slot = None;
+        return;
     }
+    if record.request.network == NetworkMode::Nat {
+        let slot = resources.naming.slot(index);
+        resources.firewall.add_admitted(&slot.interface, slot.guest);
+    }
+}
+
+async fn finish(resources: &Arc<Resources>, machine: &LockedMachine, action: Action) {
+    let finished = match (action, machine.record().process) {
+        (Action::Unpause, Some(process)) => {
+            let unpaused = pause::unpause(resources, machine, false).await;
+            watch::watch(resources, machine, process);
+            unpaused
+        }
+        (Action::Stop, _) => shutdown::stop(resources, machine).await,
+        (Action::Remove, _) => shutdown::remove(resources, machine).await.map_err(ManagerError::from),
+        _ => shutdown::end_run(resources, machine, None).await,
+    };
+    if let Err(error) = finished {
+        tracing::error!(machine = %machine.id, ?action, %error, "the recovery of a microVM failed; it is tried again");
+    }
+}
+
+/// Removes jails and interfaces that no record names, and makes the spare interfaces.
+async fn remove_strays(resources: &Arc<Resources>) {
+    let jails = resources.jails.clone();
+    let found = on_host("listing jails", move || Ok::<_, std::io::Error>(jails.list())).await;
+    // A jail is made after its record, so the jails are listed before the records are looked up.
+    let strays = found.unwrap_or_default().into_iter().filter(|id| resources.machines.get(*id).is_err());
+    let removed = strays.map(|id| async move {
+        if let Err(error) = remove_stray_jail(resources, id).await {
+            tracing::warn!(machine = %id, %error, "a jail without a record could not be removed; the next start tries again");
+        }
+    });
+    join_all(removed).await;
+    if let Err(error) = resources.remove_interfaces(resources.spare_interfaces()).await {
+        tracing::warn!(%error, "interfaces without a record could not be removed");
+    }
+    if let Err(error) = resources.make_spare_interfaces().await {
+        tracing::warn!(%error, "no spare interfaces were made; microVMs make their own");
+    }
+}
+
+/// Removes a jail with its control groups and processes.
+async fn remove_stray_jail(resources: &Resources, id: WorkspaceId) -> Result<(), HostError> {
+    shutdown::kill_all_of(id).await?;
+    let jails = resources.jails.clone();
+    on_host("removing a jail", move || jails.remove(id)).await
 }
 
 #[cfg(test)]
@@ -174,23 +186,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_removed_only_where_nobody_was_told_of_it() {
-        for (phase, lives, expected) in [
-            (MachinePhase::Reserved, false, Step::Remove),
-            (MachinePhase::Reserved, true, Step::Remove),
-            (MachinePhase::Configured, false, Step::End),
-            (MachinePhase::Configured, true, Step::End),
-            (MachinePhase::Running, true, Step::Adopt),
-            (MachinePhase::Running, false, Step::End),
-            (MachinePhase::Paused, true, Step::GoOn),
-            (MachinePhase::Paused, false, Step::End),
-            (MachinePhase::Ending, true, Step::Stop),
-            (MachinePhase::Ending, false, Step::End),
-            (MachinePhase::Stopped, false, Step::Leave),
-            (MachinePhase::Removing, true, Step::Remove),
-            (MachinePhase::Removing, false, Step::Remove),
+    fn recovery_removes_disks_of_unacknowledged_machines_only() {
+        for (phase, is_alive, expected) in [
+            (MachinePhase::Reserved, false, Action::Remove),
+            (MachinePhase::Reserved, true, Action::Remove),
+            (MachinePhase::Configured, false, Action::End),
+            (MachinePhase::Configured, true, Action::End),
+            (MachinePhase::Running, true, Action::Adopt),
+            (MachinePhase::Running, false, Action::End),
+            (MachinePhase::Paused, true, Action::Unpause),
+            (MachinePhase::Paused, false, Action::End),
+            (MachinePhase::Ending, true, Action::Stop),
+            (MachinePhase::Ending, false, Action::End),
+            (MachinePhase::Stopped, false, Action::Keep),
+            (MachinePhase::Removing, true, Action::Remove),
+            (MachinePhase::Removing, false, Action::Remove),
         ] {
-            assert_eq!(step(phase, lives), expected, "{phase} {lives}");
+            assert_eq!(action(phase, is_alive), expected, "{phase} {is_alive}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Slots: one number decides everything that must differ between microVMs that run at once.
+//! Slots: everything that must differ between microVMs that run at the same time is derived from one number.
 //!
 //! ```text
 //!  index ─▶ interface  fc1a2b3c-7
@@ -7,42 +7,42 @@
 //!        ─▶ user       1911333639
 //! ```
 //!
-//! Invariant: an index is taken by at most one microVM. Who has taken one is written in its record before anything is made.
+//! Invariant: at most one microVM has an index. Its record names the index before anything is made for it.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// So many microVMs may run at once: as many networks of four addresses are in a network of 20 bits.
+/// The most slots: the number of networks with a prefix of 30 bits in one of 20 bits.
 pub(crate) const MOST: u32 = 1 << (PREFIX - NETWORK_PREFIX);
-/// Bits of an address that name a manager's network.
+/// The prefix length of a manager's network.
 pub(crate) const NETWORK_PREFIX: u8 = 20;
-/// Bits of an address that name a slot's network.
+/// The prefix length of a slot's network.
 pub(crate) const PREFIX: u8 = 30;
-/// At most so much of its memory a microVM takes until its agent is ready, in bytes: measured was 28 MiB of 192, 42 of 1024,
-/// 164 of 4096, 382 of 16384. A kernel takes the more the more it may have, to describe it.
+/// An upper bound of the bytes that a microVM uses until its agent is ready. Measured: 28 MiB of 192, 42 of 1024, 164 of
+/// 4096, 382 of 16384. The kernel's tables grow with its memory.
 const fn start_bytes(memory: u64) -> u64 {
-    let taken = (64 << 20) + memory / 32;
-    if taken < memory { taken } else { memory }
+    let used = (64 << 20) + memory / 32;
+    if used < memory { used } else { memory }
 }
 
-/// What all slots of a manager have in common.
+/// The parameters that all slots of a manager share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Naming {
-    /// Tells the interfaces of this manager from all others: 24 bits.
+    /// The manager's number, of 24 bits. It is part of its interfaces' names.
     pub(crate) manager: u32,
-    /// The first address of the network that all slots lie in.
+    /// The first address of the manager's network.
     pub(crate) network: Ipv4Addr,
 }
 
 impl Naming {
-    /// How all interfaces of this manager begin, and its firewall chains.
+    /// The prefix of all interfaces and firewall chains of this manager.
     pub(crate) fn prefix(&self) -> String {
         format!("fc{:06x}-", self.manager & 0x00ff_ffff)
     }
 
-    /// The user of the first slot. They lie where no distribution and no range for containers has any, and those of two
-    /// managers on a host are hardly ever the same.
+    /// The user id of the first slot. No distribution and no container engine uses this range, and two managers on one host
+    /// rarely have the same part of it.
     fn first_uid(&self) -> u32 {
         const FIRST: u32 = 1_900_000_000;
         FIRST + (self.manager & 0xffff) * MOST
@@ -64,7 +64,7 @@ impl Naming {
     }
 }
 
-/// A microVM's own place on the host.
+/// The resources of one microVM on the host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
     pub(crate) index: u32,
@@ -76,25 +76,39 @@ pub(crate) struct Slot {
     pub(crate) guest: Ipv4Addr,
     /// The microVM's hardware address.
     pub(crate) mac: String,
-    /// Who its process runs as; a group of the same number goes with it.
+    /// The user id of its process. The group id is the same.
     pub(crate) uid: u32,
 }
 
-/// The slots that are taken.
+/// The slots of one manager.
 #[derive(Debug)]
 pub(crate) struct Slots {
     most: u32,
-    /// Each with the memory that its microVM takes to start and has not taken yet, in bytes.
+    /// The taken indices, each with the bytes that its microVM will use to start. 0 after the start.
     taken: Mutex<BTreeMap<u32, u64>>,
 }
 
-/// Why there is no slot.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NoSlot {
+/// Why a microVM gets no slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoSlot {
     /// All are taken.
-    Full,
-    /// So much of the memory is not spoken for, in bytes.
-    Memory(u64),
+    #[error("all {most} slots for microVMs are taken: stop or destroy some, or raise FIRECRACKER_MAX_VMS")]
+    AllTaken {
+        /// The number of slots.
+        most: u32,
+    },
+    /// The host has too little memory.
+    #[error(
+        "the host has {} MiB of memory left, the microVM wants {} MiB: stop others, or ask for less",
+        left >> 20,
+        wanted >> 20
+    )]
+    TooLittleMemory {
+        /// The bytes that are available and not needed by microVMs that start.
+        left: u64,
+        /// The bytes of the microVM.
+        wanted: u64,
+    },
 }
 
 impl Slots {
@@ -106,20 +120,21 @@ impl Slots {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the lowest index that is free, so that what was made for it is used again; if its microVM can have this much
-    /// of the memory that was found free, when all others that start have what they take for it.
-    pub(crate) fn take(&self, memory: u64, free: u64) -> Result<u32, NoSlot> {
+    /// Takes the lowest free index, so that its interface is reused. `memory` is the limit of its microVM and `available` is
+    /// the available memory of the host. It must be enough for this microVM and for all others that start.
+    pub(crate) fn take(&self, memory: u64, available: u64) -> Result<u32, NoSlot> {
         let mut taken = self.taken();
-        let index = (0..self.most).find(|index| !taken.contains_key(index)).ok_or(NoSlot::Full)?;
-        let left = free.saturating_sub(taken.values().sum());
+        let all_taken = NoSlot::AllTaken { most: self.most };
+        let index = (0..self.most).find(|index| !taken.contains_key(index)).ok_or(all_taken)?;
+        let left = available.saturating_sub(taken.values().sum());
         if left < memory {
-            return Err(NoSlot::Memory(left));
+            return Err(NoSlot::TooLittleMemory { left, wanted: memory });
         }
         taken.insert(index, start_bytes(memory));
         Ok(index)
     }
 
-    /// Takes an index that a record says is its own. False when another has it.
+    /// Takes the index that a record names. False if another microVM has it.
     pub(crate) fn take_back(&self, index: u32) -> bool {
         let mut taken = self.taken();
         let is_free = !taken.contains_key(&index);
@@ -129,7 +144,7 @@ impl Slots {
         is_free
     }
 
-    /// A microVM has started: what it took for that is seen in what is free.
+    /// Ends a start: the host's available memory now shows the memory of this microVM.
     pub(crate) fn has_started(&self, index: u32) {
         if let Some(memory) = self.taken().get_mut(&index) {
             *memory = 0;
@@ -165,7 +180,7 @@ mod tests {
     const NAMING: Naming = Naming { manager: 0x1a_2b3c, network: Ipv4Addr::new(10, 81, 0, 0) };
 
     #[test]
-    fn a_slot_is_all_that_must_differ() {
+    fn a_slot_is_derived_from_its_index() {
         let slot = NAMING.slot(7);
         assert_eq!(slot.interface, "fc1a2b3c-7");
         assert_eq!((slot.host, slot.guest), (Ipv4Addr::new(10, 81, 0, 29), Ipv4Addr::new(10, 81, 0, 30)));
@@ -173,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_of_all_slots_share_anything() {
+    fn no_two_slots_share_a_resource() {
         let mut seen = HashSet::new();
         for index in 0..MOST {
             let slot = NAMING.slot(index);
@@ -188,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_get_different_slots() {
+    fn concurrent_takers_get_different_slots() {
         let slots = Slots::new(300);
         let taken: Vec<Result<u32, NoSlot>> = std::thread::scope(|scope| {
             let takers: Vec<_> = (0..8)
@@ -198,31 +213,31 @@ mod tests {
         });
         let given: HashSet<u32> = taken.iter().flatten().copied().collect();
         assert_eq!((given.len(), taken.iter().flatten().count()), (300, 300));
-        assert_eq!(taken.iter().filter(|slot| **slot == Err(NoSlot::Full)).count(), 100);
+        assert_eq!(taken.iter().filter(|slot| **slot == Err(NoSlot::AllTaken { most: 300 })).count(), 100);
     }
 
     #[test]
-    fn memory_is_given_to_one_only_of_those_that_start_at_once() {
+    fn concurrent_starts_do_not_share_the_same_memory() {
         const GIB: u64 = 1 << 30;
         const START: u64 = start_bytes(GIB);
         let slots = Slots::new(300);
         assert_eq!(slots.take(GIB, GIB), Ok(0));
-        // The first has taken nothing yet of what is free.
-        assert_eq!(slots.take(GIB, GIB), Err(NoSlot::Memory(GIB - START)));
+        // The available memory does not show the first one yet.
+        assert_eq!(slots.take(GIB, GIB), Err(NoSlot::TooLittleMemory { left: GIB - START, wanted: GIB }));
         assert_eq!(slots.take(GIB - START, GIB), Ok(1));
         slots.has_started(0);
         slots.release(1);
         assert_eq!(slots.take(GIB / 2, GIB - START), Ok(1));
-        // A small one takes what it may have and no more.
+        // A small microVM uses at most its limit.
         assert_eq!((slots.take(1 << 20, GIB), slots.take(GIB, 2 * GIB)), (Ok(2), Ok(3)));
         let starting = start_bytes(GIB / 2) + (1 << 20) + START;
-        assert_eq!(slots.take(1, starting), Err(NoSlot::Memory(0)));
+        assert_eq!(slots.take(1, starting), Err(NoSlot::TooLittleMemory { left: 0, wanted: 1 }));
         assert_eq!(slots.take(1, starting + 1), Ok(4));
     }
 
     proptest! {
         #[test]
-        fn what_is_taken_is_never_given(orders in proptest::collection::vec(0_u32..12, 0..200)) {
+        fn a_taken_slot_is_not_given_again(orders in proptest::collection::vec(0_u32..12, 0..200)) {
             let slots = Slots::new(8);
             let mut held = BTreeSet::new();
             for order in orders {

@@ -1,4 +1,4 @@
-//! Copies of microVMs' disks, and of the memory of some, which outlive them.
+//! The store of snapshots: copies of microVMs' disks, some with memory. A snapshot outlives its microVM.
 
 use std::fs;
 use std::io;
@@ -14,7 +14,7 @@ use rustix::fs::{AtFlags, Mode, OFlags};
 
 use crate::record::write_whole;
 
-/// The copies of one manager.
+/// The snapshots of one manager.
 #[derive(Clone, Debug)]
 pub(crate) struct Snapshots {
     directory: PathBuf,
@@ -31,12 +31,13 @@ impl Snapshots {
         self.directory.join(format!("{id}.ext4"))
     }
 
-    /// State and memory of a copy that has them.
+    /// The files for state and memory of a snapshot that has them.
     pub(crate) fn memory(&self, id: SnapshotId) -> (PathBuf, PathBuf) {
         (self.directory.join(format!("{id}.state")), self.directory.join(format!("{id}.memory")))
     }
 
-    /// Takes over what a microVM's process has written in its jail. Microvms that are made of it read it, nobody writes.
+    /// Moves the state and the memory that a microVM's process has written in its jail. From then on they are read-only.
+    /// Returns the bytes that they occupy.
     pub(crate) fn take_memory(&self, id: SnapshotId, state: &Path, memory: &Path) -> io::Result<u64> {
         let (own_state, own_memory) = self.memory(id);
         let mut bytes = 0;
@@ -51,7 +52,7 @@ impl Snapshots {
         self.directory.join(format!("{id}.json"))
     }
 
-    /// Writes down what a copy is, when it is whole.
+    /// Writes the description of a snapshot, which makes it complete.
     pub(crate) fn describe(&self, snapshot: &MachineSnapshot) -> io::Result<()> {
         write_whole(&self.description(snapshot.id), &serde_json::to_vec(snapshot)?)
     }
@@ -60,7 +61,7 @@ impl Snapshots {
         Ok(serde_json::from_slice(&fs::read(self.description(id))?)?)
     }
 
-    /// Removes a copy, or the part of it that there is. Its description goes first: a copy without one is none.
+    /// Removes a snapshot, complete or not. The description is removed first, which makes it incomplete.
     pub(crate) fn remove(&self, id: SnapshotId) -> io::Result<()> {
         let (state, memory) = self.memory(id);
         for path in [self.description(id), self.file(id), self.file(id).with_extension("new"), state, memory]
@@ -70,7 +71,7 @@ impl Snapshots {
         Ok(())
     }
 
-    /// All copies that are whole.
+    /// All complete snapshots.
     pub(crate) fn list(&self) -> io::Result<Vec<MachineSnapshot>> {
         let mut found: Vec<MachineSnapshot> =
             self.ids()?.into_iter().filter_map(|id| self.get(id).ok()).collect();
@@ -78,8 +79,8 @@ impl Snapshots {
         Ok(found)
     }
 
-    /// Removes parts of copies that were never finished.
-    pub(crate) fn sweep(&self) -> io::Result<()> {
+    /// Removes incomplete snapshots.
+    pub(crate) fn remove_incomplete(&self) -> io::Result<()> {
         self.ids()?.into_iter().filter(|id| self.get(*id).is_err()).try_for_each(|id| self.remove(id))
     }
 
@@ -92,14 +93,14 @@ impl Snapshots {
     }
 }
 
-/// Makes a file ours that somebody in a jail has made. It may be anything: only an ordinary file is taken, the very one that
-/// was looked at, and only when nobody can write to it any more.
+/// Moves a file that a process in a jail has made. The process is not trusted: the file must be a regular file with one
+/// name, it is checked and moved by one descriptor, and no process may have it open for writing.
 fn take_over(from: &Path, to: &Path) -> io::Result<()> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = fs::File::from(rustix::fs::open(from, flags, Mode::empty())?);
     let found = file.metadata()?;
     if !found.is_file() || found.nlink() != 1 {
-        let message = format!("{} is not the file that was to be written", from.display());
+        let message = format!("{} is not a regular file with one name", from.display());
         return Err(io::Error::new(io::ErrorKind::InvalidData, message));
     }
     std::os::unix::fs::fchown(&file, Some(0), Some(0))?;
@@ -114,7 +115,7 @@ fn take_over(from: &Path, to: &Path) -> io::Result<()> {
     fs::remove_file(from)
 }
 
-/// Whether somebody has a file open, or mapped, that he may write to: then the kernel gives no lease for reading it.
+/// Whether a process has a file open or mapped for writing. The kernel gives no read lease for such a file.
 fn is_open_for_writing(file: &fs::File) -> io::Result<bool> {
     // SAFETY: the descriptor is open, and both calls take a number.
     let lease = |kind: libc::c_int| match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind) } {
@@ -124,7 +125,7 @@ fn is_open_for_writing(file: &fs::File) -> io::Result<bool> {
     match lease(libc::F_RDLCK) {
         Ok(()) => lease(libc::F_UNLCK).map(|()| false),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(true),
-        // A file system that has no leases.
+        // The file system has no leases.
         Err(error) if error.kind() == io::ErrorKind::InvalidInput => Ok(false),
         Err(error) => Err(error),
     }
@@ -136,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_ordinary_file_that_nobody_writes_is_taken_over() {
+    fn links_devices_and_files_that_are_written_are_not_taken_over() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name);
         fs::write(path("hosts"), "host").unwrap();

@@ -1,4 +1,5 @@
-//! Unix sockets in jails, whose paths may be longer than a socket's may be: they are named through their directory.
+//! Unix sockets in jails. Their paths can be longer than the kernel's limit for sockets, so they are addressed through a
+//! descriptor of their directory.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -7,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, Mode, OFlags};
 use tokio::net::{UnixListener, UnixStream};
 
-/// A short name for a path, as long as the descriptor is open.
+/// A short path of a file. It is valid while the descriptor is open.
 fn short(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let name = path.file_name().unwrap_or_default();
@@ -17,12 +18,12 @@ fn short(path: &Path) -> io::Result<(OwnedFd, PathBuf)> {
     Ok((directory, path))
 }
 
-/// Connects to a socket that somebody in a jail has made. What leads elsewhere is not followed.
+/// Connects to a socket that a process in a jail has made. Links are not followed.
 pub(crate) async fn connect(path: &Path) -> io::Result<UnixStream> {
     let (_directory, path) = short(path)?;
     let socket = rustix::fs::open(&path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     if FileType::from_raw_mode(rustix::fs::fstat(&socket)?.st_mode) != FileType::Socket {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no socket"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file is not a socket"));
     }
     UnixStream::connect(Path::new("/proc/self/fd").join(socket.as_raw_fd().to_string())).await
 }
@@ -38,7 +39,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_long_path_is_no_obstacle() {
+    async fn sockets_with_long_paths_can_be_used() {
         let directory = tempfile::tempdir().unwrap();
         let deep = directory.path().join("d".repeat(200));
         std::fs::create_dir(&deep).unwrap();
@@ -51,7 +52,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_link_is_not_followed() {
+    async fn links_to_sockets_are_not_followed() {
         let directory = tempfile::tempdir().unwrap();
         let (others, link) = (directory.path().join("others"), directory.path().join("link"));
         let _listener = listen(&others).unwrap();

@@ -1,7 +1,7 @@
 //! TAP interfaces: the host's end of a microVM's network card.
 //!
-//! Some are made ahead. They stay when nobody uses them and are used again by the next microVM in the same slot; their owner alone may open
-//! them, so a microVM's process needs no rights over the network.
+//! An interface is persistent: it stays after its microVM and is reused by the next one in its slot. It belongs to the slot's
+//! user, who can open it without any right over the network.
 
 use std::fs;
 use std::io;
@@ -16,7 +16,7 @@ use crate::slot::{PREFIX, Slot};
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
 const TUNSETOWNER: libc::c_ulong = 0x4004_54cc;
-// The kernel's fields are shorter than the numbers that it gives for them.
+// The kernel's fields have fewer bits than its constants.
 #[expect(clippy::cast_possible_truncation, reason = "all flags are below 2^15")]
 const TAP_FLAGS: libc::c_short = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as libc::c_short;
 #[expect(clippy::cast_possible_truncation, reason = "all flags are below 2^15")]
@@ -24,49 +24,50 @@ const UP_FLAGS: libc::c_short = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_sh
 #[expect(clippy::cast_possible_truncation, reason = "the family is 2")]
 const AF_INET: libc::sa_family_t = libc::AF_INET as libc::sa_family_t;
 
-/// Makes a slot's interface unless it is there, gives it its address and switches it on.
+/// Makes a slot's interface unless it exists, sets its address and brings it up.
 pub(crate) fn ensure(slot: &Slot) -> io::Result<()> {
     if Path::new("/sys/class/net").join(&slot.interface).exists() && !is_tap(&slot.interface) {
-        let message = format!("{} is an interface of somebody else", slot.interface);
+        let message =
+            format!("{} exists and is not a TAP interface: another program has made it", slot.interface);
         return Err(io::Error::new(io::ErrorKind::AlreadyExists, message));
     }
     let device = attach(&slot.interface)?;
     // SAFETY: both take a number.
     unsafe {
-        check(libc::ioctl(device.as_raw_fd(), TUNSETOWNER as _, libc::c_ulong::from(slot.uid)))?;
-        check(libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 1 as libc::c_ulong))?;
+        checked(libc::ioctl(device.as_raw_fd(), TUNSETOWNER as _, libc::c_ulong::from(slot.uid)))?;
+        checked(libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 1 as libc::c_ulong))?;
     }
-    close_v6(&slot.interface);
+    disable_ipv6(&slot.interface);
     let socket = control()?;
     let mask = Ipv4Addr::from_bits(u32::MAX << (32 - u32::from(PREFIX)));
     for (what, value) in [(libc::SIOCSIFADDR, slot.host), (libc::SIOCSIFNETMASK, mask)] {
         let mut request = request_of(&slot.interface)?;
         request.ifr_ifru.ifru_addr = socket_address(value);
         // SAFETY: as above.
-        check(unsafe { libc::ioctl(socket.as_raw_fd(), what as _, &raw mut request) })?;
+        checked(unsafe { libc::ioctl(socket.as_raw_fd(), what as _, &raw mut request) })?;
     }
     let mut request = request_of(&slot.interface)?;
     request.ifr_ifru.ifru_flags = UP_FLAGS;
     // SAFETY: as above.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw mut request) })
+    checked(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw mut request) })
 }
 
-/// Removes an interface, if it is there.
+/// Removes an interface, if it exists.
 pub(crate) fn remove(interface: &str) -> io::Result<()> {
     if !is_tap(interface) {
         return Ok(());
     }
     let device = attach(interface)?;
     // SAFETY: takes a number.
-    check(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 0 as libc::c_ulong) })
+    checked(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETPERSIST as _, 0 as libc::c_ulong) })
 }
 
-/// Makes an interface that is gone again when this returns.
-pub(crate) fn try_one() -> io::Result<()> {
+/// Checks that interfaces can be made. The interface of the check is removed.
+pub(crate) fn check_making() -> io::Result<()> {
     attach("emergent%d").map(drop)
 }
 
-/// Makes an interface unless it is there; one that is not told to stay goes when this is closed.
+/// Makes an interface unless it exists. One that is not made persistent is removed when the descriptor is closed.
 fn attach(interface: &str) -> io::Result<fs::File> {
     const DEVICE: &str = "/dev/net/tun";
     let device = fs::OpenOptions::new().read(true).write(true).open(DEVICE);
@@ -75,15 +76,17 @@ fn attach(interface: &str) -> io::Result<fs::File> {
     let mut request = request_of(interface)?;
     request.ifr_ifru.ifru_flags = TAP_FLAGS;
     // SAFETY: the kernel reads and writes one request, which this is.
-    check(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETIFF as _, &raw mut request) }).map_err(|error| {
-        // Its owner's process holds it.
-        let busy = error.raw_os_error() == Some(libc::EBUSY);
-        if busy { io::Error::other(format!("{interface} is in use")) } else { error }
-    })?;
+    checked(unsafe { libc::ioctl(device.as_raw_fd(), TUNSETIFF as _, &raw mut request) }).map_err(
+        |error| {
+            // Another process has attached it.
+            let busy = error.raw_os_error() == Some(libc::EBUSY);
+            if busy { io::Error::other(format!("{interface} is in use")) } else { error }
+        },
+    )?;
     Ok(device)
 }
 
-/// All TAP interfaces whose names begin like this.
+/// All TAP interfaces whose names have this prefix.
 pub(crate) fn list(prefix: &str) -> io::Result<Vec<String>> {
     let name = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
     let names = fs::read_dir("/sys/class/net")?.filter_map(name);
@@ -94,13 +97,13 @@ fn is_tap(interface: &str) -> bool {
     Path::new("/sys/class/net").join(interface).join("tun_flags").exists()
 }
 
-/// Version 6 of the internet protocol is closed before the interface is switched on.
-fn close_v6(interface: &str) {
+/// Disables IPv6. The interface must not be up yet.
+fn disable_ipv6(interface: &str) {
     let path = format!("/proc/sys/net/ipv6/conf/{interface}/disable_ipv6");
     if let Err(error) = fs::write(&path, "1")
         && Path::new(&path).exists()
     {
-        tracing::warn!(interface, %error, "IPv6 can't be turned off; the firewall refuses it all the same");
+        tracing::warn!(interface, %error, "IPv6 can't be disabled on an interface; the firewall blocks it");
     }
 }
 
@@ -130,6 +133,6 @@ fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
     }
 }
 
-fn check(result: libc::c_int) -> io::Result<()> {
+fn checked(result: libc::c_int) -> io::Result<()> {
     if result >= 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

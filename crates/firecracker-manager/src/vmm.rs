@@ -1,4 +1,7 @@
-//! Firecracker's API on the Unix socket of one microVM.
+//! A client of Firecracker's API, which listens on a Unix socket of one microVM's jail.
+//!
+//! It uses hyper on the socket itself, not reqwest: the socket was made by a process in a jail, so it is opened without
+//! following links (`socket`).
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,16 +15,53 @@ use hyper_util::rt::TokioIo;
 use rustix::fs::inotify;
 use serde_json::{Value, json};
 use tokio::io::unix::AsyncFd;
+use tokio_util::task::AbortOnDropHandle;
 
-use crate::error::ManagerError;
 use crate::socket;
 
-/// How long one request may take. Starting a machine is one.
+/// The time limit for a request. The start of the guest is one.
 const REQUEST_TIME: Duration = Duration::from_secs(30);
-/// How long copying a machine's memory, or taking it back, may take.
+/// The time limit for writing or loading a machine's memory.
 const MEMORY_TIME: Duration = Duration::from_secs(180);
 /// The largest answer.
 const ANSWER_BYTES: usize = 1 << 20;
+
+/// Why a request to Firecracker failed.
+#[derive(Debug, thiserror::Error)]
+pub enum VmmError {
+    /// The socket can't be used.
+    #[error("talking to Firecracker: {request}: {reason}")]
+    Connect {
+        /// Method and path.
+        request: String,
+        /// Why.
+        reason: io::Error,
+    },
+    /// The exchange of request and answer broke.
+    #[error("talking to Firecracker: {request}: {reason}")]
+    Exchange {
+        /// Method and path.
+        request: String,
+        /// Why.
+        reason: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Firecracker answered with an error.
+    #[error("Firecracker refused: {path}: {fault}")]
+    Refused {
+        /// The path.
+        path: String,
+        /// Its message, or the HTTP status if it sent none.
+        fault: String,
+    },
+    /// There was no answer in time.
+    #[error("a request to Firecracker did not end within {seconds} s: {path}")]
+    TimedOut {
+        /// The path.
+        path: String,
+        /// The time limit.
+        seconds: u64,
+    },
+}
 
 /// One microVM's API.
 #[derive(Clone, Debug)]
@@ -34,45 +74,45 @@ impl Vmm {
         Self { socket }
     }
 
-    /// Puts a setting.
-    pub(crate) async fn put(&self, path: &str, body: &Value) -> Result<(), ManagerError> {
+    /// Sets a part of the configuration.
+    pub(crate) async fn put(&self, path: &str, body: &Value) -> Result<(), VmmError> {
         self.send(Method::PUT, path, body).await.map(drop)
     }
 
     /// Starts the machine.
-    pub(crate) async fn start(&self) -> Result<(), ManagerError> {
+    pub(crate) async fn start(&self) -> Result<(), VmmError> {
         self.put("/actions", &json!({ "action_type": "InstanceStart" })).await
     }
 
-    /// Presses the keys that ask the guest to end.
-    pub(crate) async fn press_restart_keys(&self) -> Result<(), ManagerError> {
+    /// Sends Ctrl+Alt+Del to the guest, which asks its kernel to reboot. A reboot ends the microVM.
+    pub(crate) async fn press_restart_keys(&self) -> Result<(), VmmError> {
         self.put("/actions", &json!({ "action_type": "SendCtrlAltDel" })).await
     }
 
-    /// Stops all CPUs, or lets them go on.
-    pub(crate) async fn set_paused(&self, paused: bool) -> Result<(), ManagerError> {
+    /// Pauses all CPUs, or resumes them.
+    pub(crate) async fn set_paused(&self, paused: bool) -> Result<(), VmmError> {
         let state = if paused { "Paused" } else { "Resumed" };
         self.send(Method::PATCH, "/vm", &json!({ "state": state })).await.map(drop)
     }
 
-    /// Whether all CPUs are stopped.
-    pub(crate) async fn is_paused(&self) -> Result<bool, ManagerError> {
+    /// Whether all CPUs are paused.
+    pub(crate) async fn is_paused(&self) -> Result<bool, VmmError> {
         Ok(self.send(Method::GET, "/", &Value::Null).await?["state"] == "Paused")
     }
 
-    /// Copies the state and the memory of a machine that is paused, to files of its jail.
-    pub(crate) async fn copy_memory(&self, state: &str, memory: &str) -> Result<(), ManagerError> {
+    /// Writes the state and the memory of a paused machine to files of its jail.
+    pub(crate) async fn copy_memory(&self, state: &str, memory: &str) -> Result<(), VmmError> {
         let body = json!({ "snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory });
         self.send_within(MEMORY_TIME, Method::PUT, "/snapshot/create", &body).await.map(drop)
     }
 
-    /// Makes the machine one that was copied, on another interface, and lets it go on.
+    /// Loads a state and a memory into a machine that was not started, with another interface, and resumes it.
     pub(crate) async fn load_memory(
         &self,
         state: &str,
         memory: &str,
         interface: &str,
-    ) -> Result<(), ManagerError> {
+    ) -> Result<(), VmmError> {
         let body = json!({
             "snapshot_path": state,
             "mem_backend": { "backend_type": "File", "backend_path": memory },
@@ -82,7 +122,7 @@ impl Vmm {
         self.send_within(MEMORY_TIME, Method::PUT, "/snapshot/load", &body).await.map(drop)
     }
 
-    async fn send(&self, method: Method, path: &str, body: &Value) -> Result<Value, ManagerError> {
+    async fn send(&self, method: Method, path: &str, body: &Value) -> Result<Value, VmmError> {
         self.send_within(REQUEST_TIME, method, path, body).await
     }
 
@@ -92,52 +132,50 @@ impl Vmm {
         method: Method,
         path: &str,
         body: &Value,
-    ) -> Result<Value, ManagerError> {
-        let seconds = within.as_secs();
+    ) -> Result<Value, VmmError> {
         match tokio::time::timeout(within, self.exchange(method, path, body)).await {
             Ok(answer) => answer,
-            Err(_) => Err(ManagerError::TimedOut {
-                what: "a request to Firecracker",
-                seconds,
-                detail: Some(path.to_owned()),
-            }),
+            Err(_) => Err(VmmError::TimedOut { path: path.to_owned(), seconds: within.as_secs() }),
         }
     }
 
-    async fn exchange(&self, method: Method, path: &str, body: &Value) -> Result<Value, ManagerError> {
-        let lost = |error: &dyn std::fmt::Display| {
-            ManagerError::failed("talking to Firecracker", format!("{method} {path}: {error}"))
+    async fn exchange(&self, method: Method, path: &str, body: &Value) -> Result<Value, VmmError> {
+        let name = format!("{method} {path}");
+        let broken = |reason: Box<dyn std::error::Error + Send + Sync>| VmmError::Exchange {
+            request: name.clone(),
+            reason,
         };
-        let stream = socket::connect(&self.socket).await.map_err(|error| lost(&error))?;
+        let stream = socket::connect(&self.socket).await;
+        let stream = stream.map_err(|reason| VmmError::Connect { request: name.clone(), reason })?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
-            .map_err(|error| lost(&error))?;
-        let connection = tokio::spawn(connection);
+            .map_err(|error| broken(error.into()))?;
+        let connection = AbortOnDropHandle::new(tokio::spawn(connection));
         let request = Request::builder()
-            .method(method.clone())
+            .method(method)
             .uri(path)
             .header("Host", "localhost")
             .header("Content-Type", "application/json")
             .body(Full::new(if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) }))
-            .map_err(|error| lost(&error))?;
-        let response = sender.send_request(request).await.map_err(|error| lost(&error))?;
+            .map_err(|error| broken(error.into()))?;
+        let response = sender.send_request(request).await.map_err(|error| broken(error.into()))?;
         let status = response.status();
         let bytes = Limited::new(response.into_body(), ANSWER_BYTES).collect().await;
-        connection.abort();
-        let bytes = bytes.map_err(|error| lost(&error))?.to_bytes();
+        drop(connection);
+        let bytes = bytes.map_err(broken)?.to_bytes();
         let answer: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         if status.is_success() {
             return Ok(answer);
         }
-        let said = answer["fault_message"].as_str().map_or_else(|| status.to_string(), str::to_owned);
-        Err(ManagerError::failed("Firecracker refused", format!("{path}: {said}")))
+        let fault = answer["fault_message"].as_str().map_or_else(|| status.to_string(), str::to_owned);
+        Err(VmmError::Refused { path: path.to_owned(), fault })
     }
 }
 
-/// Waits until somebody listens on a socket.
+/// Waits until a process listens on a socket.
 pub(crate) async fn listens(path: &Path) -> io::Result<()> {
     appears(path).await?;
-    // It has its name a moment before it can be connected to, and there is no sign of that.
+    // The socket's name appears a moment before the process listens, and there is no event for that.
     loop {
         match socket::connect(path).await {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -148,7 +186,7 @@ pub(crate) async fn listens(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Waits for a file to appear. Its directory is watched, nothing is looked at again and again.
+/// Waits until a file appears, by inotify on its directory.
 async fn appears(path: &Path) -> io::Result<()> {
     let directory = path.parent().unwrap_or(Path::new("/"));
     let watch: OwnedFd = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
@@ -173,7 +211,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_file_that_appears_is_seen() {
+    async fn waiting_ends_when_the_file_appears() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("socket");
         let (made, other) = (path.clone(), directory.path().join("other"));

@@ -1,6 +1,6 @@
 //! Whether Firecracker microVMs can be made. The server works without them, on gVisor, with weaker isolation.
 
-use emergent_control_plane::{Lack, Settings, examine_host_for_microvms, manager_health};
+use emergent_control_plane::{Settings, UnmetRequirement, check_microvm_requirements, manager_health};
 
 use super::report::Check;
 
@@ -26,11 +26,11 @@ pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
             Err(problem) => Check::warn(WHAT, problem, fix),
         }];
     }
-    let needs = examine_host_for_microvms(&firecracker.manager).await.into_iter();
-    needs
-        .map(|need| match need.found {
-            Ok(found) => Check::ok(need.what, found),
-            Err(Lack { problem, fix }) => Check::warn(need.what, problem, fix),
+    let requirements = check_microvm_requirements(&firecracker.manager).await.into_iter();
+    requirements
+        .map(|requirement| match requirement.status {
+            Ok(found) => Check::ok(requirement.name, found),
+            Err(UnmetRequirement { problem, fix }) => Check::warn(requirement.name, problem, fix),
         })
         .collect()
 }

@@ -1,4 +1,4 @@
-//! Who may use the manager: whoever has its token.
+//! Authentication: each request needs the manager's token.
 
 use axum::extract::{Request, State};
 use axum::http::header;

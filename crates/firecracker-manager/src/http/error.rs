@@ -1,4 +1,4 @@
-//! Failures as HTTP answers.
+//! Errors as HTTP answers. The only place where an error of the manager becomes a code and a status.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -6,9 +6,12 @@ use axum::response::{IntoResponse, Response};
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
 
-use crate::error::ManagerError;
+use crate::error::{HostError, ManagerError};
+use crate::guest::GuestError;
+use crate::launch::LaunchError;
+use crate::vmm::VmmError;
 
-/// A failure on its way to the server.
+/// An error on its way to the client.
 #[derive(Debug)]
 pub(crate) struct ApiError(ErrorDetail);
 
@@ -20,7 +23,27 @@ impl ApiError {
 
 impl From<ManagerError> for ApiError {
     fn from(error: ManagerError) -> Self {
-        Self(error.into())
+        Self::new(code_of(&error), error.to_string())
+    }
+}
+
+fn code_of(error: &ManagerError) -> ErrorCode {
+    match error {
+        ManagerError::DirectoryInUse(_) | ManagerError::UnmetRequirement(_) => ErrorCode::Unavailable,
+        ManagerError::Request(_) => ErrorCode::Unacceptable,
+        ManagerError::NoSlot(_) => ErrorCode::LimitReached,
+        ManagerError::NotFound(_) => ErrorCode::NotFound,
+        ManagerError::State(_) => ErrorCode::WrongState,
+        ManagerError::Host(HostError::DiskFull(_)) => ErrorCode::HostDiskFull,
+        ManagerError::Host(HostError::TimedOut { .. })
+        | ManagerError::Launch(LaunchError::TimedOut { .. })
+        | ManagerError::Vmm(VmmError::TimedOut { .. })
+        | ManagerError::Guest(GuestError::TimedOut { .. }) => ErrorCode::DeadlineExceeded,
+        ManagerError::Host(_)
+        | ManagerError::Launch(_)
+        | ManagerError::Vmm(_)
+        | ManagerError::Guest(_)
+        | ManagerError::Image(_) => ErrorCode::ProviderFailed,
     }
 }
 
@@ -34,5 +57,32 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, realm);
         }
         response
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+    use crate::error::NotFound;
+    use crate::machine::StateError;
+    use crate::slot::NoSlot;
+
+    #[test]
+    fn each_kind_of_error_has_its_code() {
+        let full = || io::Error::from(io::ErrorKind::StorageFull);
+        let timed_out = GuestError::TimedOut { step: "flushing", seconds: 1, last: None };
+        for (error, code) in [
+            (NotFound::Image("i".to_owned()).into(), ErrorCode::NotFound),
+            (NoSlot::AllTaken { most: 1 }.into(), ErrorCode::LimitReached),
+            (StateError::NoSlot.into(), ErrorCode::WrongState),
+            (HostError::io("copying", full()).into(), ErrorCode::HostDiskFull),
+            (HostError::io("copying", io::Error::other("broken")).into(), ErrorCode::ProviderFailed),
+            (timed_out.into(), ErrorCode::DeadlineExceeded),
+            (GuestError::NobodyListens.into(), ErrorCode::ProviderFailed),
+        ] {
+            assert_eq!(code_of(&error), code, "{error}");
+        }
     }
 }

@@ -9,7 +9,7 @@ use emergent_wire::manager::{ImageSettings, MachineImage};
 use serde::Deserialize;
 
 use super::error::ApiError;
-use super::{App, to_the_end};
+use super::{App, run_to_end};
 
 #[derive(Deserialize, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -45,5 +45,5 @@ pub(super) async fn put(
         Some(text) => serde_json::from_str(&text)
             .map_err(|error| ApiError::new(ErrorCode::BadRequest, format!("settings: {error}")))?,
     };
-    to_the_end(async move { app.manager.put_image(&id, settings, body.into_data_stream()).await }).await
+    run_to_end(async move { app.manager.put_image(&id, settings, body.into_data_stream()).await }).await
 }

@@ -13,9 +13,9 @@ use hyper_util::rt::TokioIo;
 use serde::Deserialize;
 
 use super::error::ApiError;
-use super::{App, to_the_end};
+use super::{App, run_to_end};
 
-/// What an upgraded request carries.
+/// The protocol of an upgraded request.
 const PROTOCOL: HeaderValue = HeaderValue::from_static("emergent-channel");
 
 #[derive(Deserialize, utoipa::IntoParams)]
@@ -44,7 +44,7 @@ pub(super) async fn create(
     Path(id): Path<WorkspaceId>,
     Json(request): Json<MachineRequest>,
 ) -> Result<Json<Machine>, ApiError> {
-    to_the_end(async move { app.manager.create(id, request).await }).await
+    run_to_end(async move { app.manager.create(id, request).await }).await
 }
 
 /// Show a microVM.
@@ -64,7 +64,7 @@ pub(super) async fn destroy(
     State(app): State<App>,
     Path(id): Path<WorkspaceId>,
 ) -> Result<StatusCode, ApiError> {
-    to_the_end(async move { app.manager.destroy(id).await }).await.map(|_| StatusCode::NO_CONTENT)
+    run_to_end(async move { app.manager.destroy(id).await }).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 /// Start a microVM that was stopped.
@@ -74,7 +74,7 @@ pub(super) async fn start(
     State(app): State<App>,
     Path(id): Path<WorkspaceId>,
 ) -> Result<Json<Machine>, ApiError> {
-    to_the_end(async move { app.manager.start(id).await }).await
+    run_to_end(async move { app.manager.start(id).await }).await
 }
 
 /// Stop a microVM; its disk is kept.
@@ -84,7 +84,7 @@ pub(super) async fn stop(
     State(app): State<App>,
     Path(id): Path<WorkspaceId>,
 ) -> Result<Json<Machine>, ApiError> {
-    to_the_end(async move { app.manager.stop(id).await }).await
+    run_to_end(async move { app.manager.stop(id).await }).await
 }
 
 /// Let a microVM go on that was being copied.
@@ -94,7 +94,7 @@ pub(super) async fn go_on(
     State(app): State<App>,
     Path(id): Path<WorkspaceId>,
 ) -> Result<Json<Machine>, ApiError> {
-    to_the_end(async move { app.manager.go_on(id).await }).await
+    run_to_end(async move { app.manager.unpause(id).await }).await
 }
 
 /// Open a channel to the guest agent of a microVM.
@@ -119,7 +119,7 @@ pub(super) async fn channel(
             Ok(upgraded) => {
                 let _ = tokio::io::copy_bidirectional(&mut TokioIo::new(upgraded), &mut agent).await;
             }
-            Err(error) => tracing::debug!(machine = %id, %error, "a channel was not taken"),
+            Err(error) => tracing::debug!(machine = %id, %error, "a request for a channel was not upgraded"),
         }
     });
     let mut response = Response::new(Body::empty());

@@ -21,10 +21,10 @@ use utoipa_axum::routes;
 use crate::manager::Manager;
 use error::ApiError;
 
-/// The largest body, but for images.
+/// The largest body, except for images.
 const BODY_BYTES: usize = 1 << 20;
 
-/// What every handler can reach.
+/// The state of all handlers.
 #[derive(Clone)]
 pub(crate) struct App {
     manager: Arc<Manager>,
@@ -80,7 +80,7 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
     description
 }
 
-/// The whole service, for whoever has this token.
+/// The whole service. Each request needs this token.
 pub fn router(manager: Arc<Manager>, token: SecretString) -> Router {
     let app = App { manager, token: Arc::new(token) };
     let (api, _) = api().split_for_parts();
@@ -89,8 +89,8 @@ pub fn router(manager: Arc<Manager>, token: SecretString) -> Router {
         .with_state(app)
 }
 
-/// What was begun is done, also when whoever asked for it does not wait.
-async fn to_the_end<T: Send + 'static>(
+/// Runs an operation to its end, also if the client closes the connection.
+async fn run_to_end<T: Send + 'static>(
     work: impl Future<Output = Result<T, crate::ManagerError>> + Send + 'static,
 ) -> Result<Json<T>, ApiError> {
     match tokio::spawn(work).await {
@@ -116,6 +116,6 @@ async fn health(State(app): State<App>) -> Json<ManagerHealth> {
 #[utoipa::path(post, path = "/v1/retire", tag = "manager",
     responses((status = 204), (status = "4XX", body = ErrorBody)))]
 async fn retire(State(app): State<App>) -> Result<axum::http::StatusCode, ApiError> {
-    let retired = to_the_end(async move { app.manager.retire().await });
+    let retired = run_to_end(async move { app.manager.remove_shared_resources().await });
     retired.await.map(|_| axum::http::StatusCode::NO_CONTENT)
 }

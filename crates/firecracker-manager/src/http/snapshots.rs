@@ -8,7 +8,7 @@ use emergent_wire::error::ErrorBody;
 use emergent_wire::manager::{MachineSnapshot, MachineSnapshotList, MachineSnapshotRequest};
 
 use super::error::ApiError;
-use super::{App, to_the_end};
+use super::{App, run_to_end};
 
 /// List copies.
 #[utoipa::path(get, path = "/v1/snapshots", tag = "snapshots",
@@ -26,7 +26,7 @@ pub(super) async fn create(
     Path(id): Path<SnapshotId>,
     Json(request): Json<MachineSnapshotRequest>,
 ) -> Result<Json<MachineSnapshot>, ApiError> {
-    to_the_end(async move { app.manager.snapshot(request.machine, id, request.memory).await }).await
+    run_to_end(async move { app.manager.snapshot(request.machine, id, request.memory).await }).await
 }
 
 /// Remove a copy, whole or not.
@@ -36,5 +36,5 @@ pub(super) async fn remove(
     State(app): State<App>,
     Path(id): Path<SnapshotId>,
 ) -> Result<StatusCode, ApiError> {
-    to_the_end(async move { app.manager.remove_snapshot(id).await }).await.map(|_| StatusCode::NO_CONTENT)
+    run_to_end(async move { app.manager.remove_snapshot(id).await }).await.map(|_| StatusCode::NO_CONTENT)
 }

@@ -1,4 +1,4 @@
-//! What microVMs need of a host, each thing tried.
+//! The requirements of microVMs on their host. Each one is checked by a trial.
 
 use std::fs;
 use std::path::Path;
@@ -10,53 +10,48 @@ use emergent_host::firewall::{FILTER, families};
 use crate::options::ManagerOptions;
 use crate::{kvm, tap};
 
-/// How long a program may take to say its version.
+/// The time limit for a program to print its version.
 const VERSION_TIME: Duration = Duration::from_secs(10);
-/// How to get what is missing.
+/// The command that installs Firecracker, its jailer and a kernel.
 const INSTALL: &str = "`emergent firecracker install` gets it";
 
-/// The names of what is needed.
+/// The names of requirements.
 pub(crate) const KVM: &str = "KVM";
 pub(crate) const FIRECRACKER: &str = "Firecracker";
 pub(crate) const JAILER: &str = "jailer";
 
-/// Something that microVMs need.
+/// A requirement of microVMs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Need {
-    /// What it is.
-    pub what: &'static str,
-    /// What was found.
-    pub found: Result<String, Lack>,
+pub struct Requirement {
+    /// Its name.
+    pub name: &'static str,
+    /// A description of the part that was found, or why it can't be used.
+    pub status: Result<String, UnmetRequirement>,
 }
 
-/// Why something can't be used.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lack {
-    /// What is wrong.
+/// Why a requirement is not met.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{problem}; {fix}")]
+pub struct UnmetRequirement {
+    /// The cause.
     pub problem: String,
-    /// What to do about it.
+    /// The next step.
     pub fix: String,
 }
 
-impl std::fmt::Display for Lack {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}; {}", self.problem, self.fix)
-    }
+fn unmet<T>(problem: impl Into<String>, fix: impl Into<String>) -> Result<T, UnmetRequirement> {
+    Err(UnmetRequirement { problem: problem.into(), fix: fix.into() })
 }
 
-fn lack<T>(problem: impl Into<String>, fix: impl Into<String>) -> Result<T, Lack> {
-    Err(Lack { problem: problem.into(), fix: fix.into() })
-}
-
-/// Tries everything that microVMs need. Nothing of it stays.
-pub async fn examine(options: &ManagerOptions) -> Vec<Need> {
-    let looked = options.clone();
+/// Checks all requirements. Nothing that a check makes is left.
+pub async fn check(options: &ManagerOptions) -> Vec<Requirement> {
+    let checked = options.clone();
     let on_host = tokio::task::spawn_blocking(move || {
         [
-            Need { what: KVM, found: kvm::check(&looked.kvm_device) },
-            Need { what: "kernel for microVMs", found: kernel(&looked.kernel) },
-            Need { what: "TAP interfaces", found: interfaces() },
-            Need { what: "firewall for microVMs", found: rules() },
+            Requirement { name: KVM, status: kvm::check(&checked.kvm_device) },
+            Requirement { name: "kernel for microVMs", status: kernel(&checked.kernel) },
+            Requirement { name: "TAP interfaces", status: interfaces() },
+            Requirement { name: "firewall for microVMs", status: rules() },
         ]
     });
     let (firecracker, jailer, on_host) = tokio::join!(
@@ -65,20 +60,23 @@ pub async fn examine(options: &ManagerOptions) -> Vec<Need> {
         on_host,
     );
     let jailer = match (&firecracker, jailer) {
-        (Ok(own), Ok(other)) if *own != other => lack(
+        (Ok(own), Ok(other)) if *own != other => unmet(
             format!("the jailer has version {other} and Firecracker {own}"),
             "install both from one release; `emergent firecracker install` does",
         ),
         (_, jailer) => jailer,
     };
-    let programs = [Need { what: FIRECRACKER, found: firecracker }, Need { what: JAILER, found: jailer }];
+    let programs = [
+        Requirement { name: FIRECRACKER, status: firecracker },
+        Requirement { name: JAILER, status: jailer },
+    ];
     on_host.into_iter().flatten().chain(programs).collect()
 }
 
-/// What a program says its version is, such as `v1.16.1`.
-async fn program(program: &Path, setting: &str) -> Result<String, Lack> {
+/// The version of a program, such as `v1.16.1`.
+async fn program(program: &Path, setting: &str) -> Result<String, UnmetRequirement> {
     version_of(program).await.or_else(|error| {
-        lack(
+        unmet(
             format!("{} can't be used: {error}", program.display()),
             format!("{INSTALL}, or name another with {setting}"),
         )
@@ -90,40 +88,43 @@ async fn version_of(program: &Path) -> Result<String, String> {
     command.arg("--version").env_clear().stdin(Stdio::null()).kill_on_drop(true);
     let output = match tokio::time::timeout(VERSION_TIME, command.output()).await {
         Ok(output) => output.map_err(|error| error.to_string())?,
-        Err(_) => return Err(format!("it does not say its version within {} s", VERSION_TIME.as_secs())),
+        Err(_) => return Err(format!("it does not print its version within {} s", VERSION_TIME.as_secs())),
     };
     let said = String::from_utf8_lossy(&output.stdout);
     let version = said.split_ascii_whitespace().find(|word| word.starts_with('v') && word.contains('.'));
-    version.map(str::to_owned).ok_or_else(|| "it does not say its version".to_owned())
+    version.map(str::to_owned).ok_or_else(|| "it does not print its version".to_owned())
 }
 
-pub(crate) fn kernel(path: &Path) -> Result<String, Lack> {
+pub(crate) fn kernel(path: &Path) -> Result<String, UnmetRequirement> {
     match fs::File::open(path).and_then(|file| file.metadata()) {
         Ok(found) if found.is_file() => Ok(path.display().to_string()),
-        Ok(_) => lack(
+        Ok(_) => unmet(
             format!("the kernel {} is no file", path.display()),
             format!("{INSTALL}, or name another with FIRECRACKER_KERNEL"),
         ),
-        Err(error) => lack(
+        Err(error) => unmet(
             format!("the kernel {} can't be used: {error}", path.display()),
             format!("{INSTALL}, or name another with FIRECRACKER_KERNEL"),
         ),
     }
 }
 
-fn interfaces() -> Result<String, Lack> {
-    tap::try_one().map(|()| "can be made".to_owned()).or_else(|error| {
-        lack(format!("no interface can be made: {error}"), "load the module tun, and run as root")
+fn interfaces() -> Result<String, UnmetRequirement> {
+    tap::check_making().map(|()| "can be made".to_owned()).or_else(|error| {
+        unmet(format!("no interface can be made: {error}"), "load the module tun, and run as root")
     })
 }
 
-fn rules() -> Result<String, Lack> {
+fn rules() -> Result<String, UnmetRequirement> {
     if !rustix::process::geteuid().is_root() {
-        return lack("rules and jails need root", "run the manager as root");
+        return unmet("rules and jails need root", "run the manager as root");
     }
     for family in families() {
         family.run(FILTER, &["-n", "-L", "FORWARD"]).or_else(|error| {
-            lack(error, "install iptables, and load the kernel's modules (modprobe ip_tables ip6_tables)")
+            unmet(
+                error.to_string(),
+                "install iptables, and load the kernel's modules (modprobe ip_tables ip6_tables)",
+            )
         })?;
     }
     Ok("rules can be set".to_owned())
@@ -135,7 +136,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn each_thing_that_is_missing_is_named_with_what_to_do() {
+    async fn each_unmet_requirement_is_named_with_its_fix() {
         let directory = tempfile::tempdir().unwrap();
         let script = |name: &str, text: &str| {
             use std::os::unix::fs::PermissionsExt;
@@ -151,19 +152,22 @@ mod tests {
             kvm_device: "/dev/null".into(),
             ..ManagerOptions::default()
         };
-        let lacks = |needs: Vec<Need>| -> Vec<(&'static str, String)> {
-            needs.into_iter().filter_map(|need| Some((need.what, need.found.err()?.to_string()))).collect()
+        let unmet = |requirements: Vec<Requirement>| -> Vec<(&'static str, String)> {
+            requirements
+                .into_iter()
+                .filter_map(|each| Some((each.name, each.status.err()?.to_string())))
+                .collect()
         };
-        let found = lacks(examine(&options).await);
-        let of = |what: &str| found.iter().find(|(name, _)| *name == what).map(|(_, text)| text.as_str());
+        let found = unmet(check(&options).await);
+        let of = |wanted: &str| found.iter().find(|(name, _)| *name == wanted).map(|(_, text)| text.as_str());
         assert!(of(KVM).unwrap().starts_with("KVM not available"), "{found:?}");
         assert!(of("kernel for microVMs").unwrap().contains("emergent firecracker install"), "{found:?}");
         assert!(of(JAILER).unwrap().contains("v1.2.4 and Firecracker v1.2.3"), "{found:?}");
         assert_eq!(of(FIRECRACKER), None);
         options.firecracker = "/dev/null".into();
-        let found = lacks(examine(&options).await);
+        let found = unmet(check(&options).await);
         assert!(
-            found.iter().any(|(what, text)| *what == FIRECRACKER && text.contains("FIRECRACKER_BIN")),
+            found.iter().any(|(name, text)| *name == FIRECRACKER && text.contains("FIRECRACKER_BIN")),
             "{found:?}"
         );
     }
