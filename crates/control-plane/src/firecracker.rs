@@ -246,6 +246,7 @@ pub(crate) fn manager(settings: &FirecrackerSettings, embedded: Option<&Embedded
 /// What the manager that the settings name says of itself.
 pub async fn manager_health(settings: &FirecrackerSettings) -> Result<ManagerHealth, String> {
     let url = settings.manager_url().ok_or("no manager is named")?;
-    let client = ManagerClient::new(url, settings.manager_token().cloned(), settings.manager_ca.as_deref())?;
+    let client = ManagerClient::new(url, settings.manager_token().cloned(), settings.manager_ca.as_deref());
+    let client = client.map_err(|error| error.to_string())?;
     client.health().await.map_err(|error| error.to_string())
 }

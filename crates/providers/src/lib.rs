@@ -19,7 +19,7 @@ mod table;
 
 pub use container::DockerImages;
 pub use error::ProviderError;
-pub use firecracker::{MANAGER_TOKEN_FILE, ManagerClient};
+pub use firecracker::{MANAGER_TOKEN_FILE, ManagerClient, ManagerClientError};
 pub use image::{ExportLease, ImageConfig, ImageProgram, ImageSource, RootArchive};
 pub use provider::{Health, SharedProvider, WorkspaceProvider};
 pub use sandbox::{

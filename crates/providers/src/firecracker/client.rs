@@ -1,8 +1,10 @@
-//! The manager's REST API. Each request has a connection of its own: a manager that went away and came back is simply
-//! reached again, and one request never waits for another.
+//! A client of the Firecracker manager's REST API.
+//!
+//! Each request has a connection of its own. So a manager that was restarted is reached again without a failed request, and
+//! no request waits for another.
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,66 +12,93 @@ use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::manager::ManagerHealth;
 use http_body_util::combinators::UnsyncBoxBody;
-use http_body_util::{BodyExt, Empty, Full, Limited};
-use hyper::body::Incoming;
-use hyper::{Method, Request, Response, StatusCode, header};
-use hyper_util::rt::TokioIo;
+use http_body_util::{BodyExt, Limited};
+use reqwest::redirect::Policy;
+use reqwest::{Body, Certificate, Method, RequestBuilder, Response, StatusCode, Upgraded, Url, header};
 use secrecy::{ExposeSecret, SecretString};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpStream, UnixStream};
-use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::pki_types::pem::PemObject;
-use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName};
-use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 
 use crate::error::ProviderError;
 
-/// For connecting, and for questions.
-const ASK: Duration = Duration::from_secs(15);
-/// For what makes or starts a microVM. The manager has bounds of its own for each step, this one is for all together.
-const START: Duration = Duration::from_secs(300);
-/// For what stops or removes one.
-const END: Duration = Duration::from_secs(90);
-/// For an image to be sent and made.
-const SEND_IMAGE: Duration = Duration::from_secs(900);
+/// The time limit for a connection, and for a request that only reads.
+const READ_TIME: Duration = Duration::from_secs(15);
+/// The time limit for creating or starting a microVM. The manager limits each step; this limits all of them together.
+const START_TIME: Duration = Duration::from_secs(300);
+/// The time limit for stopping or removing a microVM.
+const END_TIME: Duration = Duration::from_secs(90);
+/// The time limit for sending an image and making it.
+const IMAGE_TIME: Duration = Duration::from_secs(900);
+/// The time limit for opening a channel.
+const CHANNEL_TIME: Duration = Duration::from_secs(60);
 /// The largest answer.
 const ANSWER_BYTES: usize = 16 << 20;
-/// What a request for a channel is upgraded to.
+/// The protocol that a request for a channel is upgraded to.
 const CHANNEL: &str = "emergent-channel";
-/// Where a manager keeps its token, in its own directory.
+/// The file in a manager's data directory that contains its token.
 pub const MANAGER_TOKEN_FILE: &str = "manager-token";
-/// The port of an address that names none.
+/// The port of an address without one.
 const DEFAULT_PORT: u16 = 7172;
 
-/// Bytes in both directions.
-pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
-
-/// What is sent with a request.
-pub(super) type Body = UnsyncBoxBody<Bytes, std::io::Error>;
-
-/// Where a manager is.
-#[derive(Clone)]
-enum Address {
-    Unix(PathBuf),
-    Tcp { host: String, port: u16, tls: Option<(TlsConnector, ServerName<'static>)> },
+/// Why a client could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum ManagerClientError {
+    /// The address can't be parsed.
+    #[error("'{address}': {reason}")]
+    Address {
+        /// The address.
+        address: String,
+        /// Why.
+        reason: url::ParseError,
+    },
+    /// The address has an unknown scheme.
+    #[error("'{0}' is not a unix:, https: or http: address")]
+    Scheme(String),
+    /// The address has parts that it must not have.
+    #[error("'{0}' must be a scheme, a host and a port")]
+    NotAnOrigin(String),
+    /// A manager on another host was named without its token.
+    #[error(
+        "the token of the Firecracker manager at {0} is needed: set FIRECRACKER_MANAGER_TOKEN to what is in the file \
+         {MANAGER_TOKEN_FILE} of its directory"
+    )]
+    NoToken(String),
+    /// The file of the certificate can't be read.
+    #[error("{}: {reason}", path.display())]
+    CertificateFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: std::io::Error,
+    },
+    /// The certificate can't be used.
+    #[error("{}: {reason}", path.display())]
+    Certificate {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// The connections can't be configured.
+    #[error("{0}")]
+    Configuration(String),
 }
 
 /// A client of one manager.
 #[derive(Clone)]
 pub struct Client {
-    url: String,
-    address: Address,
+    /// The configured address, for messages.
+    address: String,
+    base: Url,
+    http: reqwest::Client,
     token: Token,
 }
 
-/// What proves to a manager who asks.
+/// The token that each request carries.
 #[derive(Clone)]
 enum Token {
     Given(SecretString),
-    /// A file that the manager makes when it first starts, which may be after us.
+    /// A file that the manager writes when it first starts, possibly after this server.
     File(PathBuf),
 }
 
@@ -84,121 +113,110 @@ impl Token {
     }
 }
 
+/// The parsed address of a manager.
+#[derive(Debug, PartialEq, Eq)]
+enum Address {
+    Unix(PathBuf),
+    Tcp(Url),
+}
+
+impl Address {
+    fn parse(address: &str) -> Result<Self, ManagerClientError> {
+        let (scheme, rest) = address.split_once(':').unwrap_or_default();
+        match scheme {
+            "unix" => Ok(Self::Unix(PathBuf::from(format!("/{}", rest.trim_start_matches('/'))))),
+            "http" | "https" => Self::parse_tcp(address, rest),
+            _ => Err(ManagerClientError::Scheme(address.to_owned())),
+        }
+    }
+
+    fn parse_tcp(address: &str, rest: &str) -> Result<Self, ManagerClientError> {
+        let invalid = |reason| ManagerClientError::Address { address: address.to_owned(), reason };
+        let not_an_origin = || ManagerClientError::NotAnOrigin(address.to_owned());
+        let mut url = Url::parse(address).map_err(invalid)?;
+        let has_more = url.path() != "/" || url.query().is_some() || url.fragment().is_some();
+        if has_more || !url.username().is_empty() || url.password().is_some() {
+            return Err(not_an_origin());
+        }
+        // The parsed URL does not tell the scheme's own port from no port.
+        let has_port = rest.rsplit(']').next().is_some_and(|end| end.contains(':'));
+        if !has_port {
+            url.set_port(Some(DEFAULT_PORT)).map_err(|()| not_an_origin())?;
+        }
+        Ok(Self::Tcp(url))
+    }
+
+    /// The URL that paths are resolved against. A Unix socket has no host, but HTTP needs one.
+    fn base(&self) -> Result<Url, url::ParseError> {
+        match self {
+            Self::Unix(_) => Url::parse("http://manager/"),
+            Self::Tcp(url) => Ok(url.clone()),
+        }
+    }
+}
+
 impl Client {
-    /// A client of the manager at `unix:/path`, `https://host[:port]`, or `http://host[:port]`. The token of one on this
-    /// host is found beside its socket unless it is given.
+    /// A client of the manager at `unix:/path`, `https://host[:port]`, or `http://host[:port]`. Without `token`, the token
+    /// of a manager on this host is read from the file beside its socket. With `ca_certificate`, only that certificate is
+    /// trusted, instead of those of the host.
     pub fn new(
-        url: &str,
+        address: &str,
         token: Option<SecretString>,
         ca_certificate: Option<&Path>,
-    ) -> Result<Self, String> {
-        let url = url.trim_end_matches('/').to_owned();
-        let address = match url.split_once(':') {
-            Some(("unix", path)) => {
-                Address::Unix(PathBuf::from(format!("/{}", path.trim_start_matches('/'))))
-            }
-            Some((scheme @ ("http" | "https"), rest)) => {
-                let authority = rest.trim_start_matches('/');
-                let uri: hyper::Uri =
-                    format!("{scheme}://{authority}").parse().map_err(|error| format!("'{url}': {error}"))?;
-                let host = uri.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
-                if uri.path() != "/" || host.is_empty() {
-                    return Err(format!("'{url}' must be a scheme, a host and a port"));
-                }
-                let port = uri.port_u16().unwrap_or(DEFAULT_PORT);
-                let tls = match scheme {
-                    "https" => Some((connector(ca_certificate)?, server_name(&host)?)),
-                    _ => None,
-                };
-                Address::Tcp { host, port, tls }
-            }
-            _ => return Err(format!("'{url}' is not a unix:, https: or http: address")),
-        };
-        let token = match (token, &address) {
+    ) -> Result<Self, ManagerClientError> {
+        let address = address.trim_end_matches('/').to_owned();
+        let parsed = Address::parse(&address)?;
+        let token = match (token, &parsed) {
             (Some(token), _) => Token::Given(token),
             (None, Address::Unix(socket)) => Token::File(socket.with_file_name(MANAGER_TOKEN_FILE)),
-            (None, Address::Tcp { .. }) => {
-                return Err(format!(
-                    "the token of the Firecracker manager at {url} is needed: set FIRECRACKER_MANAGER_TOKEN to what is in the \
-                     file {MANAGER_TOKEN_FILE} of its directory"
-                ));
-            }
+            (None, Address::Tcp(_)) => return Err(ManagerClientError::NoToken(address)),
         };
-        Ok(Self { url, address, token })
+        let base = parsed
+            .base()
+            .map_err(|reason| ManagerClientError::Address { address: address.clone(), reason })?;
+        let http = http_client(&parsed, ca_certificate)?;
+        Ok(Self { address, base, http, token })
     }
 
-    /// How the manager is doing.
+    /// The state of the manager.
     pub async fn health(&self) -> Result<ManagerHealth, ProviderError> {
         self.get("/v1/health").await
-    }
-
-    async fn connect(&self) -> std::io::Result<Box<dyn Stream>> {
-        Ok(match &self.address {
-            Address::Unix(path) => Box::new(UnixStream::connect(path).await?),
-            Address::Tcp { host, port, tls } => {
-                let stream = TcpStream::connect((host.as_str(), *port)).await?;
-                stream.set_nodelay(true)?;
-                match tls {
-                    None => Box::new(stream),
-                    Some((connector, name)) => Box::new(connector.connect(name.clone(), stream).await?),
-                }
-            }
-        })
     }
 
     fn unreachable(&self, error: &dyn std::fmt::Display) -> ProviderError {
         ProviderError::Unavailable(format!(
             "the Firecracker manager at {} does not answer: {error}",
-            self.url
+            self.address
         ))
     }
 
-    async fn send(
-        &self,
-        method: Method,
-        path: &str,
-        content_type: &'static str,
-        body: Body,
-        is_channel: bool,
-    ) -> Result<Response<Incoming>, ProviderError> {
-        let stream = match tokio::time::timeout(ASK, self.connect()).await {
-            Ok(stream) => stream.map_err(|error| self.unreachable(&error))?,
-            Err(_) => return Err(self.unreachable(&format!("no connection within {} s", ASK.as_secs()))),
-        };
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-            .await
-            .map_err(|error| self.unreachable(&error))?;
+    fn request(&self, method: Method, path: &str) -> Result<RequestBuilder, ProviderError> {
+        let url = self.base.join(path);
+        let url = url.map_err(|error| ProviderError::failed("asking the manager", error))?;
         let token = self.token.get().map_err(|error| self.unreachable(&error))?;
-        // Ends with the request, or lives on as the channel that it becomes.
-        tokio::spawn(connection.with_upgrades());
-        let mut request = Request::builder()
-            .method(method)
-            .uri(path)
-            .header(header::HOST, "manager")
-            .header(header::AUTHORIZATION, format!("Bearer {}", token.expose_secret()))
-            .header(header::CONTENT_TYPE, content_type);
-        if is_channel {
-            request = request.header(header::CONNECTION, "upgrade").header(header::UPGRADE, CHANNEL);
-        }
-        let request =
-            request.body(body).map_err(|error| ProviderError::failed("asking the manager", error))?;
-        sender.send_request(request).await.map_err(|error| self.unreachable(&error))
+        Ok(self.http.request(method, url).bearer_auth(token.expose_secret()))
     }
 
-    /// Sends a request and takes a JSON answer, or none.
+    async fn send(&self, request: RequestBuilder) -> Result<Response, ProviderError> {
+        request.send().await.map_err(|error| self.unreachable(&causes(&error.without_url())))
+    }
+
+    /// Reads an answer, up to its limit.
+    async fn body(&self, response: Response) -> Result<Bytes, ProviderError> {
+        let body = Limited::new(Body::from(response), ANSWER_BYTES).collect().await;
+        Ok(body.map_err(|error| self.unreachable(&causes(&*error)))?.to_bytes())
+    }
+
+    /// Sends a request and parses its JSON answer. An empty answer is `null`.
     async fn exchange<T: DeserializeOwned>(
         &self,
-        method: Method,
-        path: &str,
-        content_type: &'static str,
-        body: Body,
+        request: RequestBuilder,
         within: Duration,
     ) -> Result<T, ProviderError> {
         let exchange = async {
-            let response = self.send(method, path, content_type, body, false).await?;
+            let response = self.send(request).await?;
             let status = response.status();
-            let bytes = Limited::new(response.into_body(), ANSWER_BYTES).collect().await;
-            let bytes = bytes.map_err(|error| self.unreachable(&error))?.to_bytes();
+            let bytes = self.body(response).await?;
             if !status.is_success() {
                 return Err(self.refusal(status, &bytes));
             }
@@ -214,19 +232,19 @@ impl Client {
     }
 
     pub(super) async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ProviderError> {
-        self.exchange(Method::GET, path, "application/json", empty(), ASK).await
+        self.exchange(self.request(Method::GET, path)?, READ_TIME).await
     }
 
     pub(super) async fn start<T: DeserializeOwned>(&self, path: &str) -> Result<T, ProviderError> {
-        self.exchange(Method::POST, path, "application/json", empty(), START).await
+        self.exchange(self.request(Method::POST, path)?, START_TIME).await
     }
 
     pub(super) async fn end<T: DeserializeOwned>(&self, path: &str) -> Result<T, ProviderError> {
-        self.exchange(Method::POST, path, "application/json", empty(), END).await
+        self.exchange(self.request(Method::POST, path)?, END_TIME).await
     }
 
     pub(super) async fn delete(&self, path: &str) -> Result<(), ProviderError> {
-        self.exchange(Method::DELETE, path, "application/json", empty(), END).await
+        self.exchange(self.request(Method::DELETE, path)?, END_TIME).await
     }
 
     pub(super) async fn put<T: DeserializeOwned>(
@@ -234,45 +252,45 @@ impl Client {
         path: &str,
         body: &impl Serialize,
     ) -> Result<T, ProviderError> {
-        let body =
-            serde_json::to_vec(body).map_err(|error| ProviderError::failed("asking the manager", error))?;
-        let body = Full::new(Bytes::from(body)).map_err(|never| match never {}).boxed_unsync();
-        self.exchange(Method::PUT, path, "application/json", body, START).await
+        self.exchange(self.request(Method::PUT, path)?.json(body), START_TIME).await
     }
 
-    /// Sends an archive.
+    /// Sends an archive as it is read.
     pub(super) async fn put_archive<T: DeserializeOwned>(
         &self,
         path: &str,
-        archive: Body,
+        archive: UnsyncBoxBody<Bytes, std::io::Error>,
     ) -> Result<T, ProviderError> {
-        self.exchange(Method::PUT, path, "application/x-tar", archive, SEND_IMAGE).await
+        let request = self
+            .request(Method::PUT, path)?
+            .header(header::CONTENT_TYPE, "application/x-tar")
+            .body(Body::wrap_stream(archive.into_data_stream()));
+        self.exchange(request, IMAGE_TIME).await
     }
 
-    /// A request that becomes a stream to a guest agent.
-    pub(super) async fn channel(
-        &self,
-        path: &str,
-    ) -> Result<TokioIo<hyper::upgrade::Upgraded>, ProviderError> {
-        const WITHIN: Duration = Duration::from_secs(60);
+    /// Opens a channel to a guest agent: a request that is upgraded to a stream of bytes.
+    pub(super) async fn channel(&self, path: &str) -> Result<Upgraded, ProviderError> {
         let open = async {
-            let response = self.send(Method::GET, path, "application/json", empty(), true).await?;
+            let request = self
+                .request(Method::GET, path)?
+                .header(header::CONNECTION, "upgrade")
+                .header(header::UPGRADE, CHANNEL);
+            let response = self.send(request).await?;
             let status = response.status();
             if status != StatusCode::SWITCHING_PROTOCOLS {
-                let bytes = Limited::new(response.into_body(), ANSWER_BYTES).collect().await;
-                let bytes = bytes.map_err(|error| self.unreachable(&error))?.to_bytes();
-                return Err(self.refusal(status, &bytes));
+                return Err(self.refusal(status, &self.body(response).await?));
             }
-            let upgraded = hyper::upgrade::on(response).await.map_err(|error| self.unreachable(&error))?;
-            Ok(TokioIo::new(upgraded))
+            response.upgrade().await.map_err(|error| self.unreachable(&causes(&error.without_url())))
         };
-        match tokio::time::timeout(WITHIN, open).await {
+        match tokio::time::timeout(CHANNEL_TIME, open).await {
             Ok(opened) => opened,
-            Err(_) => Err(ProviderError::TimedOut { what: "opening a channel", seconds: WITHIN.as_secs() }),
+            Err(_) => {
+                Err(ProviderError::TimedOut { what: "opening a channel", seconds: CHANNEL_TIME.as_secs() })
+            }
         }
     }
 
-    /// What a refusal of the manager means for the caller.
+    /// Maps an error of the manager by its code.
     fn refusal(&self, status: StatusCode, body: &[u8]) -> ProviderError {
         let Ok(ErrorBody { error }) = serde_json::from_slice::<ErrorBody>(body) else {
             return self.unreachable(&format!("it says {status}, which is not what a manager says"));
@@ -281,7 +299,7 @@ impl Client {
         match error.code {
             ErrorCode::Unauthorized => ProviderError::Unavailable(format!(
                 "the Firecracker manager at {} refuses the token (FIRECRACKER_MANAGER_TOKEN): {message}",
-                self.url
+                self.address
             )),
             ErrorCode::Unavailable | ErrorCode::LimitReached => ProviderError::Unavailable(message),
             ErrorCode::HostDiskFull => ProviderError::NoRoom(message),
@@ -293,72 +311,163 @@ impl Client {
     }
 }
 
-fn empty() -> Body {
-    Empty::new().map_err(|never| match never {}).boxed_unsync()
-}
-
-fn server_name(host: &str) -> Result<ServerName<'static>, String> {
-    ServerName::try_from(host.to_owned()).map_err(|error| format!("'{host}': {error}"))
-}
-
-/// Trusts the given certificate alone, or what the host trusts.
-fn connector(ca_certificate: Option<&Path>) -> Result<TlsConnector, String> {
-    let mut roots = RootCertStore::empty();
-    match ca_certificate {
-        Some(path) => {
-            let named = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-            for certificate in CertificateDer::pem_file_iter(path).map_err(|error| named(&error))? {
-                let certificate = certificate.map_err(|error| named(&error))?;
-                roots.add(certificate).map_err(|error| named(&error))?;
-            }
-        }
-        None => {
-            roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
-        }
+/// An error with all its causes. reqwest's messages do not contain them.
+fn causes(error: &dyn Error) -> String {
+    let mut messages = vec![error.to_string()];
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        messages.push(error.to_string());
+        cause = error.source();
     }
-    let provider = Arc::new(tokio_rustls::rustls::crypto::aws_lc_rs::default_provider());
-    let config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
-        .map_err(|error| error.to_string())?
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    Ok(TlsConnector::from(Arc::new(config)))
+    messages.join(": ")
+}
+
+fn http_client(
+    address: &Address,
+    ca_certificate: Option<&Path>,
+) -> Result<reqwest::Client, ManagerClientError> {
+    let builder = reqwest::Client::builder()
+        .http1_only()
+        .no_proxy()
+        .redirect(Policy::none())
+        .retry(reqwest::retry::never())
+        .pool_max_idle_per_host(0)
+        .connect_timeout(READ_TIME);
+    let builder = match (address, ca_certificate) {
+        (Address::Tcp(url), None) if url.scheme() == "https" => builder,
+        (Address::Tcp(url), Some(path)) if url.scheme() == "https" => {
+            builder.tls_certs_only(certificates(path)?)
+        }
+        // Without TLS, the host's certificates need not be readable.
+        (Address::Tcp(_), _) => builder.tls_certs_only([]),
+        (Address::Unix(socket), _) => builder.tls_certs_only([]).unix_socket(socket.as_path()),
+    };
+    builder.build().map_err(|error| ManagerClientError::Configuration(causes(&error)))
+}
+
+fn certificates(path: &Path) -> Result<Vec<Certificate>, ManagerClientError> {
+    let pem = std::fs::read(path)
+        .map_err(|reason| ManagerClientError::CertificateFile { path: path.to_owned(), reason })?;
+    let invalid = |reason| ManagerClientError::Certificate { path: path.to_owned(), reason };
+    let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| invalid(causes(&error)))?;
+    if certificates.is_empty() {
+        return Err(invalid("the file contains no certificate".to_owned()));
+    }
+    Ok(certificates)
 }
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream, UnixListener};
+
     use super::*;
 
-    fn address(url: &str) -> Result<Address, String> {
-        Client::new(url, Some(SecretString::from("secret")), None).map(|client| client.address)
+    fn secret() -> Option<SecretString> {
+        Some(SecretString::from("secret"))
     }
 
     #[test]
-    fn addresses_of_managers() {
-        for url in ["unix:/run/m.sock", "unix:///run/m.sock"] {
-            assert!(
-                matches!(address(url), Ok(Address::Unix(path)) if path == Path::new("/run/m.sock")),
-                "{url}"
-            );
+    fn addresses_are_parsed_with_the_default_port() {
+        for address in ["unix:/run/m.sock", "unix:///run/m.sock"] {
+            assert_eq!(Address::parse(address).unwrap(), Address::Unix("/run/m.sock".into()), "{address}");
         }
-        for (url, expected, port, secure) in [
-            ("http://127.0.0.1:9/", "127.0.0.1", 9, false),
-            ("https://vm.example", "vm.example", DEFAULT_PORT, true),
-            ("https://[::1]:8", "::1", 8, true),
+        for (address, url) in [
+            ("http://127.0.0.1:9", "http://127.0.0.1:9/"),
+            ("https://vm.example", "https://vm.example:7172/"),
+            ("https://vm.example:443", "https://vm.example/"),
+            ("https://[::1]:8", "https://[::1]:8/"),
+            ("https://[::1]", "https://[::1]:7172/"),
         ] {
-            match address(url) {
-                Ok(Address::Tcp { host, port: found, tls }) => {
-                    assert_eq!((host.as_str(), found, tls.is_some()), (expected, port, secure), "{url}");
-                }
-                _ => panic!("{url}"),
-            }
+            let expected = Address::Tcp(Url::parse(url).unwrap());
+            assert_eq!(Address::parse(address).unwrap(), expected, "{address}");
         }
-        assert!(
-            Client::new("https://vm.example", None, None)
-                .is_err_and(|error| error.contains("FIRECRACKER_MANAGER_TOKEN"))
-        );
-        for url in ["", "vm.example", "ftp://x", "http://", "http://x/path", "https://a b"] {
-            assert!(address(url).is_err(), "{url}");
+        for address in ["", "vm.example", "ftp://x", "http://", "http://x/path", "https://a b", "http://u@x"]
+        {
+            assert!(Client::new(address, secret(), None).is_err(), "{address}");
         }
+    }
+
+    #[test]
+    fn a_manager_on_another_host_needs_a_token_and_usable_certificates() {
+        let refused = Client::new("https://vm.example", None, None).err().unwrap();
+        assert!(matches!(refused, ManagerClientError::NoToken(_)), "{refused}");
+        let refused = |path: &str| Client::new("https://vm.example", secret(), Some(Path::new(path))).err();
+        assert!(matches!(refused("/no/such/file"), Some(ManagerClientError::CertificateFile { .. })));
+        assert!(matches!(refused("/dev/null"), Some(ManagerClientError::Certificate { .. })));
+        Client::new("http://127.0.0.1:9", secret(), None).unwrap();
+    }
+
+    /// Reads a request up to its empty line.
+    async fn read_head(stream: &mut (impl AsyncReadExt + Unpin)) -> String {
+        let mut head = Vec::new();
+        while !head.ends_with(b"\r\n\r\n") {
+            head.push(stream.read_u8().await.unwrap());
+        }
+        String::from_utf8(head).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_channel_over_a_unix_socket_carries_bytes_both_ways() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("m.sock");
+        std::fs::write(directory.path().join(MANAGER_TOKEN_FILE), "from-the-file\n").unwrap();
+        let listener = UnixListener::bind(&socket).unwrap();
+        let client = Client::new(&format!("unix:{}", socket.display()), None, None).unwrap();
+        let manager = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let head = read_head(&mut stream).await.to_ascii_lowercase();
+            assert!(head.starts_with("get /v1/machines/m/channel http/1.1\r\n"), "{head}");
+            assert!(head.contains("\r\nauthorization: bearer from-the-file\r\n"), "{head}");
+            assert!(head.contains("\r\nupgrade: emergent-channel\r\n"), "{head}");
+            let answer = "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: emergent-channel\r\n\r\n";
+            // The agent can speak first, and its bytes can come with the answer.
+            stream.write_all(format!("{answer}first").as_bytes()).await.unwrap();
+            let mut said = [0; 4];
+            stream.read_exact(&mut said).await.unwrap();
+            assert_eq!(&said, b"ping");
+            stream
+        };
+        let server = async {
+            let mut channel = client.channel("/v1/machines/m/channel").await.unwrap();
+            let mut said = [0; 5];
+            channel.read_exact(&mut said).await.unwrap();
+            assert_eq!(&said, b"first");
+            channel.write_all(b"ping").await.unwrap();
+            channel.flush().await.unwrap();
+            channel
+        };
+        let (mut stream, channel) = tokio::join!(manager, server);
+        drop(channel);
+        assert_eq!(stream.read(&mut [0]).await.unwrap(), 0, "the connection ends with the channel");
+    }
+
+    async fn answer(mut stream: TcpStream, answer: &str) -> String {
+        let head = read_head(&mut stream).await;
+        stream.write_all(answer.as_bytes()).await.unwrap();
+        head
+    }
+
+    #[tokio::test]
+    async fn errors_of_a_manager_are_mapped_by_code_and_other_answers_are_not_followed() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let client = Client::new(&url, secret(), None).unwrap();
+        let refusal = r#"{"error":{"code":"not_found","message":"no m"}}"#;
+        let refusal = format!("HTTP/1.1 404 Not Found\r\ncontent-length: {}\r\n\r\n{refusal}", refusal.len());
+        let manager = async { answer(listener.accept().await.unwrap().0, &refusal).await };
+        let (head, refused) = tokio::join!(manager, client.get::<serde_json::Value>("/v1/machines/m"));
+        assert!(head.contains("Bearer secret"), "{head}");
+        assert!(matches!(refused, Err(ProviderError::Gone(message)) if message == "no m"));
+        // A second request has a second connection. A redirect could lead the token elsewhere.
+        let redirect =
+            "HTTP/1.1 307 Temporary Redirect\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n";
+        let manager = async { answer(listener.accept().await.unwrap().0, redirect).await };
+        let (_, refused) = tokio::join!(manager, client.get::<serde_json::Value>("/v1/health"));
+        assert!(matches!(refused, Err(ProviderError::Unavailable(message)) if message.contains("307")));
+        drop(listener);
+        let refused = client.health().await.unwrap_err().to_string();
+        assert!(refused.contains("does not answer") && refused.contains("refused"), "{refused}");
     }
 }

@@ -8,5 +8,5 @@ mod client;
 mod images;
 mod provider;
 
-pub use client::{Client as ManagerClient, MANAGER_TOKEN_FILE};
+pub use client::{Client as ManagerClient, MANAGER_TOKEN_FILE, ManagerClientError};
 pub(crate) use provider::entry;
