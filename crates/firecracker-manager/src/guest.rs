@@ -38,7 +38,7 @@ pub enum GuestError {
     /// The agent did not greet.
     #[error("greeting the guest agent: {0}")]
     Greeting(ConnectError),
-    /// The agent did not do what it was asked.
+    /// The agent refused or failed a call.
     #[error("{step}: {reason}")]
     Call {
         /// The call.

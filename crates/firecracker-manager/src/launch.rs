@@ -4,7 +4,7 @@
 //!  interface, jail ─▶ firewall rules ─▶ jailer's process ─▶ boot.rs: Firecracker configured, guest started, agent ready
 //! ```
 //!
-//! A launch that fails leaves what it has made. The caller undoes it (`shutdown`).
+//! A launch that fails does not clean up. Its caller does (`shutdown::undo`).
 
 use std::io;
 use std::os::unix::process::CommandExt;

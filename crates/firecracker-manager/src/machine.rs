@@ -81,7 +81,7 @@ impl Machine {
         console::tail(&self.console_path())
     }
 
-    /// Why it does not run, if nobody has stopped it.
+    /// The reason that is recorded when its process has ended by itself.
     pub(crate) fn end_reason(&self) -> String {
         let tail = self.console_tail().map_or_else(String::new, |text| format!(": {text}"));
         format!("its process has ended{tail}")

@@ -1,6 +1,6 @@
 //! Ends microVMs: stops them, cleans up after their runs, removes them.
 //!
-//! Every function can be repeated after a failure or a crash at any point: it does what is left to do.
+//! Every function can be repeated after a failure or a crash at any point: it skips the steps that are done.
 
 use std::time::Duration;
 

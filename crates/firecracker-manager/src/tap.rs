@@ -1,7 +1,7 @@
 //! TAP interfaces: the host's end of a microVM's network card.
 //!
 //! An interface is persistent: it stays after its microVM and is reused by the next one in its slot. It belongs to the slot's
-//! user, who can open it without any right over the network.
+//! user, who can open it without any network privilege.
 
 use std::fs;
 use std::io;
@@ -40,11 +40,11 @@ pub(crate) fn ensure(slot: &Slot) -> io::Result<()> {
     disable_ipv6(&slot.interface);
     let socket = control()?;
     let mask = Ipv4Addr::from_bits(u32::MAX << (32 - u32::from(PREFIX)));
-    for (what, value) in [(libc::SIOCSIFADDR, slot.host), (libc::SIOCSIFNETMASK, mask)] {
+    for (call, value) in [(libc::SIOCSIFADDR, slot.host), (libc::SIOCSIFNETMASK, mask)] {
         let mut request = request_of(&slot.interface)?;
         request.ifr_ifru.ifru_addr = socket_address(value);
         // SAFETY: as above.
-        checked(unsafe { libc::ioctl(socket.as_raw_fd(), what as _, &raw mut request) })?;
+        checked(unsafe { libc::ioctl(socket.as_raw_fd(), call as _, &raw mut request) })?;
     }
     let mut request = request_of(&slot.interface)?;
     request.ifr_ifru.ifru_flags = UP_FLAGS;

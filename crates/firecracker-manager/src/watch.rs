@@ -1,4 +1,4 @@
-//! Cleans up after a microVM that ends although nobody has stopped it.
+//! Cleans up after a microVM whose process ends by itself.
 
 use std::sync::Arc;
 

@@ -52,7 +52,7 @@ pub enum FirewallError {
     RulesRefused {
         /// The program.
         program: String,
-        /// What it wrote to its standard error.
+        /// Its standard error.
         stderr: String,
     },
     /// Another program held the lock of the rules for too long.
@@ -60,7 +60,7 @@ pub enum FirewallError {
     Locked {
         /// The command line.
         command: String,
-        /// What it wrote to its standard error.
+        /// Its standard error.
         stderr: String,
     },
     /// `iptables` refused a command.
@@ -68,7 +68,7 @@ pub enum FirewallError {
     CommandRefused {
         /// The command line.
         command: String,
-        /// What it wrote to its standard error.
+        /// Its standard error.
         stderr: String,
     },
     /// The kernel has none of [`GUARDS`].

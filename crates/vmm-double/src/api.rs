@@ -1,4 +1,4 @@
-//! Firecracker's API on a Unix socket: what is put before the start makes the plan, actions carry it out.
+//! Firecracker's API on a Unix socket. The settings before the start make a plan; the start runs it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -30,14 +30,14 @@ struct State {
     plan: Plan,
     machine: Option<Machine>,
     is_paused: bool,
-    /// Whether the guest was told of a reset of vsock since it was paused: a copy of its memory does that.
+    /// Whether the guest was told of a vsock reset since it was paused. A snapshot of its memory tells it.
     is_reset_told: bool,
 }
 
 #[tokio::main(flavor = "current_thread")]
 pub(crate) async fn run(settings: &Settings, arguments: &[String]) -> anyhow::Result<()> {
     let root = PathBuf::from(option(arguments, "--double-root").unwrap_or_else(|| "/".to_owned()));
-    // From here on paths are short enough for sockets.
+    // Relative paths are short enough for sockets.
     std::env::set_current_dir(&root).with_context(|| root.display().to_string())?;
     let root = PathBuf::from(".");
     let socket = option(arguments, "--api-sock").unwrap_or_else(|| "/run/firecracker.socket".to_owned());
@@ -50,7 +50,7 @@ pub(crate) async fn run(settings: &Settings, arguments: &[String]) -> anyhow::Re
         state: Mutex::default(),
         started: Notify::new(),
     });
-    let ended = until_the_machine_ends(Arc::clone(&vmm));
+    let ended = machine_end(Arc::clone(&vmm));
     tokio::select! {
         result = serve(vmm, listener) => result,
         result = ended => result,
@@ -68,8 +68,8 @@ async fn serve(vmm: Arc<Vmm>, listener: UnixListener) -> anyhow::Result<()> {
     }
 }
 
-/// Firecracker's process is the machine: it ends with it.
-async fn until_the_machine_ends(vmm: Arc<Vmm>) -> anyhow::Result<()> {
+/// Waits for the end of the machine, which is the end of a Firecracker process.
+async fn machine_end(vmm: Arc<Vmm>) -> anyhow::Result<()> {
     vmm.started.notified().await;
     let qemu = {
         let mut state = vmm.state.lock().await;
@@ -90,7 +90,7 @@ async fn answer(vmm: Arc<Vmm>, request: Request<Incoming>) -> anyhow::Result<Res
     let body = request.into_body().collect().await?.to_bytes();
     let body = if body.is_empty() { Ok(Value::Null) } else { serde_json::from_slice(&body) };
     let result = match body {
-        // To its end, also when whoever asked is gone: QEMU's answers must be read.
+        // On a task of its own: if the client disconnects, QEMU's answers must still be read.
         Ok(body) => tokio::spawn(async move { vmm.act(&method, &path, body).await }).await?,
         Err(error) => Err(error.into()),
     };
@@ -170,13 +170,13 @@ impl Vmm {
         if pause {
             state.is_reset_told = false;
         } else if !state.is_reset_told {
-            // As Firecracker 1.16.1: the guest is to confirm a reset that it was never told of.
+            // As in Firecracker 1.16.1: vsock waits for the guest to confirm a reset that the guest was never told of.
             machine.open_vsock(false);
         }
         Ok(())
     }
 
-    /// Copies the memory and the plan of a machine that is paused.
+    /// Writes the memory and the plan of a paused machine to files.
     async fn copy(&self, state: &mut State, body: &Value) -> anyhow::Result<()> {
         if !state.is_paused {
             bail!("The microVM must be paused.");
@@ -189,7 +189,7 @@ impl Vmm {
         Ok(())
     }
 
-    /// Makes a machine as it was when it was copied, with other interfaces if need be.
+    /// Starts a machine from such files, with other interfaces if the request names some.
     async fn load(&self, state: &mut State, body: &Value) -> anyhow::Result<()> {
         let mut plan: Plan = serde_json::from_slice(&std::fs::read(self.inside(&body["snapshot_path"])?)?)?;
         for change in body["network_overrides"].as_array().into_iter().flatten() {

@@ -1,5 +1,5 @@
-//! Plays the jailer: the same directories and control groups. QEMU needs the host's files, so there is no jail; who
-//! serves the API is told where it would be, and takes all paths from there.
+//! The double of the jailer. It makes the same directories and control groups, but no jail, because QEMU needs the host's
+//! files. The API's process gets the directory of the jail as an option and resolves all paths against it.
 
 use std::fs;
 use std::os::unix::process::CommandExt;
@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, bail};
+use emergent_host::procfs::{self, Mount};
 
 use crate::{option, options};
 
@@ -24,7 +25,7 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     let name = exec_file.file_name().context("--exec-file has a name")?;
     let root = Path::new(&base).join(name).join(&id).join("root");
     fs::create_dir_all(root.join("run")).with_context(|| root.display().to_string())?;
-    // The real one refuses a jail that was used before, by what it can't make twice.
+    // The real jailer fails in a jail that was used, because it can't make the devices twice.
     fs::create_dir(root.join("dev")).context("a jail can't be used twice")?;
     std::os::unix::fs::chown(root.join("run"), Some(uid), None)?;
     enter_groups(own, &name.to_string_lossy(), &id)?;
@@ -38,7 +39,7 @@ pub(crate) fn run(arguments: &[String]) -> anyhow::Result<()> {
     Err(error).with_context(|| exec_file.display().to_string())
 }
 
-/// Puts this process into the groups that the real one would make, with the limits it was told.
+/// Makes the control groups that the real jailer makes, and moves this process there.
 fn enter_groups(arguments: &[String], exec_name: &str, id: &str) -> anyhow::Result<()> {
     let parent = option(arguments, "--parent-cgroup").unwrap_or_else(|| exec_name.to_owned());
     let is_v2 = option(arguments, "--cgroup-version").as_deref() == Some("2");
@@ -56,15 +57,12 @@ fn enter_groups(arguments: &[String], exec_name: &str, id: &str) -> anyhow::Resu
 }
 
 fn mount_of(controller: &str, is_v2: bool) -> Option<PathBuf> {
-    let mounts = fs::read_to_string("/proc/mounts").ok()?;
-    mounts.lines().find_map(|line| {
-        let fields: Vec<&str> = line.split(' ').collect();
-        let (path, kind, flags) = (fields.get(1)?, fields.get(2)?, fields.get(3)?);
-        let fits = if is_v2 {
-            *kind == "cgroup2"
+    let matches = |mount: &Mount| {
+        if is_v2 {
+            mount.kind == "cgroup2"
         } else {
-            *kind == "cgroup" && flags.split(',').any(|flag| flag == controller)
-        };
-        fits.then(|| PathBuf::from(path))
-    })
+            mount.kind == "cgroup" && mount.options.iter().any(|option| option == controller)
+        }
+    };
+    procfs::mounts().ok()?.into_iter().find(matches).map(|mount| mount.path)
 }

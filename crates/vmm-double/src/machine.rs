@@ -1,4 +1,4 @@
-//! The machine behind the API: QEMU.
+//! The machine behind the API, which is a QEMU process.
 
 use std::fs;
 use std::io::Write;
@@ -17,10 +17,10 @@ use crate::Settings;
 use crate::qmp::Qmp;
 use crate::vsock::{self, Vsock};
 
-/// How long a helper may take to listen.
-const LISTENS_WITHIN: Duration = Duration::from_secs(20);
+/// The time limit for a helper to listen.
+const LISTEN_TIME: Duration = Duration::from_secs(20);
 
-/// What was told before the start, under the path it was put to.
+/// The configuration before the start, by the API's paths.
 #[derive(Default, Serialize, Deserialize)]
 pub(crate) struct Plan {
     pub(crate) machine: Value,
@@ -31,91 +31,26 @@ pub(crate) struct Plan {
     pub(crate) has_entropy: bool,
 }
 
-/// A machine that runs.
+/// A running machine.
 pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) qemu: Child,
     vsock: Option<Vsock>,
-    /// How often vsock was plugged in.
+    /// How many times vsock was plugged in.
     plugged: u32,
 }
 
 impl Machine {
-    /// Starts a machine: from its kernel, or as it was when its memory was copied to a file.
+    /// Starts a machine: from its kernel, or from a memory file.
     pub(crate) async fn start(
         settings: &Settings,
         root: &Path,
         plan: &Plan,
         memory_file: Option<&Path>,
     ) -> anyhow::Result<Self> {
-        let inside = |path: &Value| -> anyhow::Result<PathBuf> {
-            let path = path.as_str().context("a path is a text")?;
-            Ok(root.join(path.trim_start_matches('/')))
-        };
-        let kernel = inside(&plan.boot["kernel_image_path"])?;
-        check_kernel(&kernel)?;
-        let memory = plan.machine["mem_size_mib"].as_u64().context("mem_size_mib is needed")?;
-        let cpus = plan.machine["vcpu_count"].as_u64().context("vcpu_count is needed")?;
-        let uds = plan.vsock.as_ref().map(|vsock| inside(&vsock["uds_path"])).transpose()?;
+        let uds = plan.vsock.as_ref().map(|vsock| inside(root, &vsock["uds_path"])).transpose()?;
         let vsock = uds.map(|uds| Vsock::listen(settings, root, uds)).transpose()?;
-        let initrd = root.join("double-initrd");
-        add_archive(&inside(&plan.boot["initrd_path"])?, &settings.modules, &initrd)?;
-        let append = plan.boot["boot_args"].as_str().unwrap_or_default();
-        // Devices are on PCI here, and on a busy host the timer may not tick while the kernel looks whether it does.
-        let append = append.replace("pci=off", "") + " no_timer_check rdinit=/double/init";
-        let mut qemu = child(&settings.qemu);
-        qemu.current_dir(root);
-        // Little memory for translated code: a microVM's group has room for Firecracker, which has none.
-        qemu.args([
-            "-accel",
-            "tcg,tb-size=32",
-            "-M",
-            "q35,memory-backend=memory",
-            "-nodefaults",
-            "-no-user-config",
-        ])
-        .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
-        .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
-        .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
-        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
-        .arg("-kernel")
-        .arg(&kernel)
-        .arg("-initrd")
-        .arg(&initrd)
-        .args(["-append", append.trim()]);
-        for (number, drive) in plan.drives.iter().enumerate() {
-            let path = inside(&drive["path_on_host"])?;
-            let read_only = if drive["is_read_only"] == true { ",readonly=on" } else { "" };
-            let options = format!(
-                "file={},if=none,id=d{number},format=raw,cache=writeback,werror=report{read_only}",
-                path.display()
-            );
-            qemu.args(["-drive", &options, "-device", &format!("virtio-blk-pci,drive=d{number}")]);
-        }
-        for (number, interface) in plan.interfaces.iter().enumerate() {
-            let tap = interface["host_dev_name"].as_str().context("host_dev_name is needed")?;
-            let mac = interface["guest_mac"].as_str().context("guest_mac is needed")?;
-            let net = format!("tap,id=n{number},ifname={tap},script=no,downscript=no,vhost=off");
-            qemu.args([
-                "-netdev",
-                &net,
-                "-device",
-                &format!("virtio-net-pci,netdev=n{number},mac={mac},romfile="),
-            ]);
-        }
-        // Where vsock is plugged in.
-        qemu.args(["-device", "pcie-root-port,id=plug,chassis=1,slot=1"]);
-        if plan.has_entropy {
-            qemu.args([
-                "-object",
-                "rng-random,id=rng,filename=/dev/urandom",
-                "-device",
-                "virtio-rng-pci,rng=rng",
-            ]);
-        }
-        if let Some(file) = memory_file {
-            qemu.args(["-incoming", &format!("exec:cat '{}'", file.display())]);
-        }
+        let mut qemu = qemu(settings, root, plan, memory_file)?;
         let mut qemu = qemu.stdin(Stdio::null()).spawn().context("QEMU can't be started")?;
         let socket = root.join("qmp.sock");
         let control = wait_for("QEMU", &mut qemu, || UnixStream::connect(&socket).ok()).await?;
@@ -141,16 +76,16 @@ impl Machine {
             return Ok(());
         };
         vsock.start().await?;
-        // QEMU lets go of the last one when it likes.
+        // QEMU releases the name of the last connection some time later, so each connection has a new name.
         self.plugged += 1;
         let connection = format!("vsock{}", self.plugged);
         let address = json!({ "type": "unix", "data": { "path": vsock::SOCKET } });
         let backend = json!({ "type": "socket", "data": { "addr": address, "server": false } });
         let add = json!({ "id": connection, "backend": backend });
         let begun = Instant::now();
-        // Its socket has a name before anybody listens, and only one may try whether somebody does: QEMU.
+        // The socket's name appears before its process listens. That process accepts one connection, which must be QEMU's.
         while let Err(error) = self.qmp.run("chardev-add", add.clone()).await {
-            if begun.elapsed() > LISTENS_WITHIN || !error.to_string().contains("refused") {
+            if begun.elapsed() > LISTEN_TIME || !is_connection_refused(&error) {
                 return Err(error);
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -160,7 +95,7 @@ impl Machine {
         self.qmp.run("device_add", device).await.map(drop)
     }
 
-    /// Takes vsock away from a machine that is paused. For that it runs for a moment.
+    /// Unplugs vsock from a paused machine. The machine runs for a moment, because its kernel takes part.
     async fn unplug_vsock(&mut self) -> anyhow::Result<()> {
         let Some(vsock) = self.vsock.as_mut().filter(|vsock| vsock.is_plugged_in()) else {
             return Ok(());
@@ -174,14 +109,14 @@ impl Machine {
         vsock.end().await
     }
 
-    /// Lets connections through to the guest, or holds them.
+    /// Opens or closes vsock for connections to the guest.
     pub(crate) fn open_vsock(&self, open: bool) {
         if let Some(vsock) = &self.vsock {
             vsock.set_open(open);
         }
     }
 
-    /// Stops all CPUs, or lets them go on.
+    /// Pauses all CPUs, or resumes them.
     pub(crate) async fn set_paused(&mut self, paused: bool) -> anyhow::Result<()> {
         self.qmp.run(if paused { "stop" } else { "cont" }, json!({})).await?;
         if !paused && self.vsock.as_ref().is_some_and(|vsock| !vsock.is_plugged_in()) {
@@ -194,7 +129,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Copies the memory of a machine that is paused.
+    /// Writes the memory of a paused machine to a file.
     pub(crate) async fn copy_memory(&mut self, to: &Path) -> anyhow::Result<()> {
         self.unplug_vsock().await?;
         self.qmp.run("migrate", json!({ "uri": format!("exec:cat > '{}'", to.display()) })).await?;
@@ -206,7 +141,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Presses the keys that restart a machine.
+    /// Sends Ctrl+Alt+Del to the guest.
     pub(crate) async fn press_restart_keys(&mut self) -> anyhow::Result<()> {
         let keys: Vec<Value> =
             ["ctrl", "alt", "delete"].iter().map(|key| json!({ "type": "qcode", "data": key })).collect();
@@ -214,7 +149,82 @@ impl Machine {
     }
 }
 
-/// A program that ends when this one does, however that ends.
+/// The command line of QEMU.
+fn qemu(
+    settings: &Settings,
+    root: &Path,
+    plan: &Plan,
+    memory_file: Option<&Path>,
+) -> anyhow::Result<Command> {
+    let kernel = inside(root, &plan.boot["kernel_image_path"])?;
+    check_kernel(&kernel)?;
+    let initrd = root.join("double-initrd");
+    add_archive(&inside(root, &plan.boot["initrd_path"])?, &settings.modules, &initrd)?;
+    let memory = plan.machine["mem_size_mib"].as_u64().context("mem_size_mib is needed")?;
+    let cpus = plan.machine["vcpu_count"].as_u64().context("vcpu_count is needed")?;
+    let append = plan.boot["boot_args"].as_str().unwrap_or_default();
+    // QEMU's devices are on PCI. On a busy host, the kernel's check of the timer can fail.
+    let append = append.replace("pci=off", "") + " no_timer_check rdinit=/double/init";
+    let mut qemu = child(&settings.qemu);
+    qemu.current_dir(root);
+    // A small cache of translated code: the control group has space for Firecracker, which has no such cache.
+    qemu.args(["-accel", "tcg,tb-size=32", "-M", "q35,memory-backend=memory"])
+        .args(["-nodefaults", "-no-user-config"])
+        .args(["-display", "none", "-no-reboot", "-serial", "stdio", "-S"])
+        .args(["-qmp", "unix:qmp.sock,server=on,wait=off"])
+        .args(["-m", &format!("{memory}M"), "-smp", &cpus.to_string()])
+        .args(["-object", &format!("memory-backend-memfd,id=memory,size={memory}M,share=on")])
+        .arg("-kernel")
+        .arg(&kernel)
+        .arg("-initrd")
+        .arg(&initrd)
+        .args(["-append", append.trim()]);
+    add_devices(&mut qemu, root, plan)?;
+    if let Some(file) = memory_file {
+        qemu.args(["-incoming", &format!("exec:cat '{}'", file.display())]);
+    }
+    Ok(qemu)
+}
+
+/// Adds drives, network cards, the port for vsock, and the source of random numbers.
+fn add_devices(qemu: &mut Command, root: &Path, plan: &Plan) -> anyhow::Result<()> {
+    for (number, drive) in plan.drives.iter().enumerate() {
+        let path = inside(root, &drive["path_on_host"])?;
+        let read_only = if drive["is_read_only"] == true { ",readonly=on" } else { "" };
+        let options = format!(
+            "file={},if=none,id=d{number},format=raw,cache=writeback,werror=report{read_only}",
+            path.display()
+        );
+        qemu.args(["-drive", &options, "-device", &format!("virtio-blk-pci,drive=d{number}")]);
+    }
+    for (number, interface) in plan.interfaces.iter().enumerate() {
+        let tap = interface["host_dev_name"].as_str().context("host_dev_name is needed")?;
+        let mac = interface["guest_mac"].as_str().context("guest_mac is needed")?;
+        let net = format!("tap,id=n{number},ifname={tap},script=no,downscript=no,vhost=off");
+        let device = format!("virtio-net-pci,netdev=n{number},mac={mac},romfile=");
+        qemu.args(["-netdev", &net, "-device", &device]);
+    }
+    qemu.args(["-device", "pcie-root-port,id=plug,chassis=1,slot=1"]);
+    if plan.has_entropy {
+        qemu.args(["-object", "rng-random,id=rng,filename=/dev/urandom"]);
+        qemu.args(["-device", "virtio-rng-pci,rng=rng"]);
+    }
+    Ok(())
+}
+
+/// The host's path of a file in the jail.
+fn inside(root: &Path, path: &Value) -> anyhow::Result<PathBuf> {
+    let path = path.as_str().context("a path is a text")?;
+    Ok(root.join(path.trim_start_matches('/')))
+}
+
+/// Whether QEMU could not connect because no process listens yet. QMP has one error class for everything
+/// (`GenericError`), so the text is the only difference.
+fn is_connection_refused(error: &anyhow::Error) -> bool {
+    error.to_string().contains("refused")
+}
+
+/// A program that is killed when this process ends, for whatever reason.
 pub(crate) fn child(program: &Path) -> Command {
     let mut command = std::process::Command::new(program);
     // SAFETY: only a system call, between fork and exec.
@@ -227,7 +237,7 @@ pub(crate) fn child(program: &Path) -> Command {
     Command::from(command)
 }
 
-/// Waits until a helper listens; there is no other sign of it than its socket.
+/// Waits until a helper listens. Its socket is the only sign of that.
 pub(crate) async fn wait_for<T>(
     name: &str,
     helper: &mut Child,
@@ -241,14 +251,14 @@ pub(crate) async fn wait_for<T>(
         if let Some(status) = helper.try_wait()? {
             bail!("{name} has ended: {status}");
         }
-        if begun.elapsed() > LISTENS_WITHIN {
+        if begun.elapsed() > LISTEN_TIME {
             bail!("{name} does not listen");
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// A kernel that QEMU can start, by the mark that such files have. Firecracker says this of what it can't start.
+/// Checks that a file is a kernel, by its magic number. The error is Firecracker's.
 fn check_kernel(path: &Path) -> anyhow::Result<()> {
     let bytes = fs::read(path).with_context(|| path.display().to_string())?;
     if bytes.get(0x202..0x206) != Some(b"HdrS".as_slice()) {
@@ -259,7 +269,7 @@ fn check_kernel(path: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Memory disks may be put behind each other: what is in the later ones is added.
+/// Concatenates two initrds. The kernel unpacks both, one after the other.
 fn add_archive(given: &Path, added: &Path, to: &Path) -> anyhow::Result<()> {
     let mut file = fs::File::create(to)?;
     for path in [given, added] {

@@ -1,11 +1,11 @@
-//! A double of Firecracker and its jailer for machines that have no KVM: the same command lines, the same API socket, the
+//! A test double of Firecracker and its jailer, for hosts without KVM: the same command lines, the same API socket, the
 //! same vsock protocol, and behind them a real Linux guest in QEMU, emulated in software.
 //!
-//! It is one program under two names: what it is called (`firecracker`, `jailer`) decides what it plays. What it needs
-//! itself is in a file `double.json` beside that name, so that whoever starts it need not know that it is not the real one.
+//! It is one program with two names. Its name (`firecracker` or `jailer`) decides its role. Its own settings are in a file
+//! `double.json` beside that name, so the manager starts it exactly as the real programs.
 //!
-//! What it does not have is refused as Firecracker refuses what it does not know. QEMU can't copy a machine whose vsock
-//! lives in another process: it is unplugged before, and plugged in again. Connections are lost by that, as with
+//! Unsupported requests are refused with Firecracker's error for unknown requests. QEMU can't write the memory of a machine
+//! whose vsock is in another process, so vsock is unplugged before and plugged in again. That ends all connections, as in
 //! Firecracker.
 
 mod api;
@@ -19,18 +19,17 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use serde::Deserialize;
 
-/// The release whose behaviour is played.
+/// The Firecracker release that is imitated.
 const VERSION: &str = "1.16.1";
 
-/// What the double itself needs.
+/// The double's own settings.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Settings {
     /// QEMU.
     qemu: PathBuf,
-    /// The program that carries vsock between QEMU and Unix sockets.
+    /// The program that connects QEMU's vsock to Unix sockets.
     vhost_device_vsock: PathBuf,
-    /// An archive that is added to the memory disk: a `/double/init` that loads the modules of the kernel and goes on with
-    /// `/init`.
+    /// An archive that is added to the initrd: a `/double/init` that loads the kernel's modules and then runs `/init`.
     modules: PathBuf,
 }
 
@@ -47,16 +46,16 @@ fn main() -> anyhow::Result<()> {
     let program = PathBuf::from(arguments.next().context("a program has a name")?);
     let arguments: Vec<String> = arguments.collect();
     match program.file_name().and_then(|name| name.to_str()) {
-        Some("firecracker") if arguments == ["--version"] => say(&format!("Firecracker v{VERSION}")),
-        Some("jailer") if arguments == ["--version"] => say(&format!("Jailer v{VERSION}")),
+        Some("firecracker") if arguments == ["--version"] => print(&format!("Firecracker v{VERSION}")),
+        Some("jailer") if arguments == ["--version"] => print(&format!("Jailer v{VERSION}")),
         Some("firecracker") => api::run(&Settings::beside(&program)?, &arguments),
         Some("jailer") => jailer::run(&arguments),
         _ => bail!("this program has to be called firecracker or jailer"),
     }
 }
 
-#[expect(clippy::print_stdout, reason = "the version is what the program was asked for")]
-fn say(text: &str) -> anyhow::Result<()> {
+#[expect(clippy::print_stdout, reason = "the version is the output that was asked for")]
+fn print(text: &str) -> anyhow::Result<()> {
     println!("{text}");
     Ok(())
 }

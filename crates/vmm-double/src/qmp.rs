@@ -1,4 +1,4 @@
-//! QEMU's own control socket.
+//! A client of QEMU's control socket (QMP).
 
 use std::time::{Duration, Instant};
 
@@ -7,8 +7,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 
-/// How long a change may take that is waited for.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time limit for a state that is waited for.
+const STATE_TIME: Duration = Duration::from_secs(60);
 
 /// A connection to QEMU.
 pub(crate) struct Qmp {
@@ -23,7 +23,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs a command and waits for its answer; events meanwhile are left out.
+    /// Runs a command and waits for its answer. Events meanwhile are skipped.
     pub(crate) async fn run(&mut self, command: &str, arguments: Value) -> anyhow::Result<Value> {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
@@ -39,20 +39,20 @@ impl Qmp {
         }
     }
 
-    /// Asks again and again until the answer is one that is waited for.
+    /// Repeats a query until its answer has the wanted state.
     pub(crate) async fn wait_until(
         &mut self,
         question: &str,
         arguments: Value,
-        is_it: impl Fn(&Value) -> bool,
+        is_wanted: impl Fn(&Value) -> bool,
     ) -> anyhow::Result<Value> {
         let begun = Instant::now();
         loop {
             let answer = self.run(question, arguments.clone()).await?;
-            if is_it(&answer) {
+            if is_wanted(&answer) {
                 return Ok(answer);
             }
-            if begun.elapsed() > PATIENCE {
+            if begun.elapsed() > STATE_TIME {
                 bail!("QEMU still answers {question} with {answer}");
             }
             tokio::time::sleep(Duration::from_millis(10)).await;

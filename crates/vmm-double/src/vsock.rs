@@ -1,13 +1,12 @@
-//! vsock of a machine: a process beside QEMU that can be taken away and plugged in again, and in front of it the socket
-//! that stays.
+//! The vsock of a machine: a process beside QEMU, which can be unplugged, and in front of it a socket that stays.
 //!
 //! ```text
 //!  v.sock (here) ──▶ gate ──▶ vhost.uds ─ vhost-device-vsock ─ vhost.sock ─ QEMU
 //!  v.sock_1025 ◀── link ── vhost.uds_1025 ◀┘
 //! ```
 //!
-//! A connection that comes before the guest's driver is ready would be the last: the process behind never recovers from
-//! it. It waits at the gate.
+//! A connection before the guest's driver is ready would break that process for good. So connections wait at the gate until
+//! the driver is ready.
 
 use std::fs;
 use std::io;
@@ -23,24 +22,24 @@ use tokio::sync::watch;
 use crate::Settings;
 use crate::machine::{child, wait_for};
 
-/// The name that QEMU connects to.
+/// The socket that QEMU connects to.
 pub(crate) const SOCKET: &str = "vhost.sock";
-/// The name that connections of the guest come out at, and a number.
+/// The socket for connections to the guest. With a port appended: the sockets for connections of the guest.
 const INNER: &str = "vhost.uds";
 
 /// A machine's vsock.
 pub(crate) struct Vsock {
     settings: Settings,
     root: PathBuf,
-    /// Where the world connects.
+    /// The socket that the manager connects to.
     outer: PathBuf,
-    /// What carries it, while it is plugged in.
+    /// The process, while vsock is plugged in.
     backend: Option<Child>,
     gate: watch::Sender<bool>,
 }
 
 impl Vsock {
-    /// Listens; who connects waits until there is a guest.
+    /// Listens. Connections wait until the gate is open.
     pub(crate) fn listen(settings: &Settings, root: &Path, outer: PathBuf) -> anyhow::Result<Self> {
         let _ = fs::remove_file(&outer);
         let listener = UnixListener::bind(&outer).with_context(|| outer.display().to_string())?;
@@ -58,7 +57,7 @@ impl Vsock {
         self.backend.is_some()
     }
 
-    /// Starts what QEMU connects to.
+    /// Starts the process that QEMU connects to.
     pub(crate) async fn start(&mut self) -> anyhow::Result<()> {
         let (socket, inner) = (self.root.join(SOCKET), self.root.join(INNER));
         for used in [&socket, &inner] {
@@ -73,13 +72,13 @@ impl Vsock {
             .stderr(Stdio::null())
             .spawn()
             .context("vhost-device-vsock can't be started")?;
-        // It takes one connection, which is QEMU's.
+        // It accepts one connection, which must be QEMU's, so this only looks for the socket.
         wait_for("vhost-device-vsock", &mut backend, || socket.exists().then_some(())).await?;
         self.backend = Some(backend);
         Ok(())
     }
 
-    /// Whoever listens for the guest does so by the name of the outer socket.
+    /// Links the manager's sockets for connections of the guest to the names that the process uses.
     fn link_ports(&self, inner: &Path) -> io::Result<()> {
         let outer = self.outer.file_name().unwrap_or_default().to_string_lossy().into_owned();
         for entry in fs::read_dir(&self.root)? {
@@ -93,12 +92,12 @@ impl Vsock {
         Ok(())
     }
 
-    /// Lets connections through, or ends them and lets the next wait.
+    /// Opens the gate, or closes it: then open connections end, and new ones wait.
     pub(crate) fn set_open(&self, open: bool) {
         self.gate.send_replace(open);
     }
 
-    /// Ends what QEMU was connected to.
+    /// Ends the process.
     pub(crate) async fn end(&mut self) -> anyhow::Result<()> {
         self.set_open(false);
         if let Some(mut backend) = self.backend.take() {

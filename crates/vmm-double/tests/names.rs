@@ -1,4 +1,4 @@
-//! The double plays what it is called. (With this test the program is built anew whenever tests are.)
+//! The double's name decides its role. (Because of this test, the program is rebuilt whenever tests are.)
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::process::Command;
 
 #[test]
-fn it_plays_what_it_is_called() {
+fn its_name_decides_its_role() {
     let directory = tempfile::tempdir().unwrap();
     for (name, said) in [("firecracker", "Firecracker v1."), ("jailer", "Jailer v1.")] {
         let program = directory.path().join(name);

@@ -59,8 +59,8 @@ pub enum ManagerClientError {
     NotAnOrigin(String),
     /// A manager on another host was named without its token.
     #[error(
-        "the token of the Firecracker manager at {0} is needed: set FIRECRACKER_MANAGER_TOKEN to what is in the file \
-         {MANAGER_TOKEN_FILE} of its directory"
+        "the token of the Firecracker manager at {0} is needed: set FIRECRACKER_MANAGER_TOKEN to the content of the \
+         file {MANAGER_TOKEN_FILE} in its data directory"
     )]
     NoToken(String),
     /// The file of the certificate can't be read.
@@ -293,7 +293,7 @@ impl Client {
     /// Maps an error of the manager by its code.
     fn refusal(&self, status: StatusCode, body: &[u8]) -> ProviderError {
         let Ok(ErrorBody { error }) = serde_json::from_slice::<ErrorBody>(body) else {
-            return self.unreachable(&format!("it says {status}, which is not what a manager says"));
+            return self.unreachable(&format!("its answer ({status}) is not a manager's: check the address"));
         };
         let message = error.message;
         match error.code {
