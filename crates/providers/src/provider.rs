@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use emergent_guest_client::{CallError, GuestClient};
+use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{Configuration, GuestCall};
 use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::workspace::{AvailableResources, Capabilities, ProviderName};
@@ -187,9 +187,7 @@ pub(crate) async fn configure_agent(
     };
     match tokio::time::timeout(CONFIGURE_TIME, configured).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error @ (CallError::Failed(_) | CallError::Lost(_) | CallError::Garbled(_)))) => {
-            Err(ProviderError::failed("configuring the guest agent", error))
-        }
+        Ok(Err(error)) => Err(ProviderError::failed("configuring the guest agent", error)),
         Err(_) => Err(ProviderError::TimedOut {
             what: "configuring the guest agent",
             seconds: CONFIGURE_TIME.as_secs(),
