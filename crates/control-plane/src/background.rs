@@ -131,7 +131,7 @@ async fn host_mcp_servers(app: App) {
         ticks.tick().await;
         app.mcp.adopt_all().await;
         app.mcp.sweep_sessions().await;
-        app.workspace_mcp.forget_idle();
+        app.workspace_mcp.sweep();
     }
 }
 

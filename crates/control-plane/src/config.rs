@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use emergent_firecracker_manager::ManagerOptions;
 use emergent_host::room::RoomRules;
+use emergent_mcp_http::Origin;
 use emergent_wire::pool::{PoolShape, PoolTarget};
 use emergent_wire::workspace::{
     DEFAULT_IMAGE, DeploymentMode, MAX_TTL_SECONDS, MIN_TTL_SECONDS, ResourceLimits,
@@ -79,7 +80,7 @@ pub enum Existing {
 pub struct McpSettings {
     /// Pages of these origins may use them, such as `https://app.example`; those of this machine always may
     /// (`EMERGENT_MCP_ALLOWED_ORIGINS='["https://app.example"]'`).
-    pub allowed_origins: Vec<String>,
+    pub allowed_origins: Vec<Origin>,
 }
 
 /// The audit log.

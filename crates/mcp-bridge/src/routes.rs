@@ -1,29 +1,26 @@
-//! Who is asked what by whom: ids, progress tokens, subscriptions. No I/O and no waiting: lines in, lines out.
+//! Routing by ids, progress tokens and subscriptions. No I/O and no waiting: lines in, lines out.
 //!
-//! Every request gets an id of the bridge's own on its way to the process, never used twice, also as its progress token.
-//! What comes back under it goes to the client that asked, with the id and token it had. So clients can't see or
-//! disturb each other, whatever ids they choose, and an answer that comes too late, twice, or for a stranger has nowhere
-//! to go.
+//! The bridge gives each request an id of its own, which is never used twice and replaces the progress token, too. An answer or
+//! progress with that id goes to the client of the request, with the client's id and token. So clients can't see or disturb
+//! each other, whatever ids they choose, and an answer that comes late or twice is ignored.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use crate::envelope::{Id, Kind, Members, Message, codes, error_line, result_line};
+use emergent_mcp_protocol::envelope::{Id, Kind, Members, Message, error_line, result_line};
+use emergent_mcp_protocol::{codes, meta};
 
-/// Where the modern era says which subscription a notification belongs to.
-const SUBSCRIPTION_ID: &str = "io.modelcontextprotocol/subscriptionId";
-/// Where a request of the modern era says what it wants to hear of the server's log.
-const LOG_LEVEL: &str = "io.modelcontextprotocol/logLevel";
-/// Requests of the process that wait for the client's answer at most.
-const MAX_ASKED: usize = 256;
+use crate::error::BridgeError;
+use crate::limits::MAX_ASKED;
 
-/// How a process is used.
+/// The use of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// By many clients: the bridge is its one client, and asks it for nothing on behalf of others that needs one of them.
+    /// By many clients: the bridge is the one client that the process knows. Requests of the process are refused.
     Shared,
-    /// By one client, which does everything itself.
+    /// By one client, which also initializes it and answers its requests.
     Exclusive,
 }
 
@@ -31,34 +28,48 @@ pub enum Role {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub(crate) u64);
 
-/// What a request brings.
+/// An item that comes back for a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Item {
     /// A notification, or a request of the process, that belongs to it.
     Message(String),
     /// Progress.
     Progress(String),
-    /// The answer; nothing comes after it.
+    /// The answer of the process: the last item.
     Answer(String),
-    /// It was cancelled by its client, who wants no answer.
+    /// The bridge's own answer, because there is none of the process: the last item.
+    Failed {
+        /// The reason.
+        error: BridgeError,
+        /// The reason as a JSON-RPC answer.
+        line: String,
+    },
+    /// The client cancelled the request, so there is no answer: the last item.
     Cancelled,
+}
+
+impl Item {
+    pub(crate) fn failed(raw_id: &str, error: BridgeError) -> Self {
+        let line = error_line(raw_id, error.code(), &error.to_string());
+        Self::Failed { error, line }
+    }
 }
 
 /// A request that has no answer yet.
 pub(crate) struct Pending {
     pub(crate) client: ClientId,
-    /// Its id, as the client wrote it.
+    /// The id as the client wrote it.
     raw_id: String,
     id: Id,
     progress_token: Option<String>,
-    /// A resource that it subscribes to.
+    /// The resource that the request subscribes to.
     subscribes: Option<String>,
-    /// Whether it wants to hear what the server logs, as requests of the modern era say each for itself.
+    /// Whether the request wants the server's log messages (modern era).
     wants_logs: bool,
     sender: mpsc::Sender<Item>,
 }
 
-/// Everything that is routed.
+/// The routing tables.
 #[derive(Default)]
 pub(crate) struct Routes {
     newest: u64,
@@ -67,48 +78,48 @@ pub(crate) struct Routes {
     by_client: HashMap<(ClientId, Id), u64>,
     clients: BTreeMap<ClientId, mpsc::Sender<String>>,
     subscriptions: BTreeMap<String, BTreeSet<ClientId>>,
-    /// Requests of the process that its client has not answered.
+    /// Requests of the process without an answer.
     asked: HashSet<Id>,
 }
 
-/// What became of a line of the process.
+/// The outcome of a line of the process.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Taken {
-    /// It went where it belongs.
+    /// The line was delivered, or its receiver's queue was full.
     Routed,
-    /// It came too late, twice, or was never asked for.
+    /// No request waits for it: it came late, twice, or unasked.
     Late,
-    /// It belongs nowhere; why.
+    /// It has no receiver; the reason.
     Dropped(&'static str),
-    /// This is to be sent back.
+    /// This line is sent back to the process.
     Reply(String),
 }
 
-/// What becomes of a client's request.
+/// The outcome of a client's request.
 pub(crate) enum Sent {
-    /// This line goes to the process; its answer comes back under this id.
+    /// This line goes to the process. The answer comes back with this id.
     Line(u64, String),
-    /// The bridge knows the answer.
+    /// The bridge answers.
     Answered(String),
-    /// The client has asked something under this id already.
-    DoubleId,
+    /// The client has another request with this id in progress.
+    DuplicateId,
 }
 
 impl Routes {
-    /// A client that can be told things it has not asked for.
+    /// Adds a client that also receives messages outside its requests.
     pub(crate) fn join(&mut self, sender: mpsc::Sender<String>) -> ClientId {
         let client = self.new_client();
         self.clients.insert(client, sender);
         client
     }
 
-    /// A client that only asks.
+    /// Adds a client that receives only answers to its requests.
     pub(crate) fn new_client(&mut self) -> ClientId {
         self.newest_client += 1;
         ClientId(self.newest_client)
     }
 
-    /// A client is gone. Gives what the process must be told.
+    /// Removes a client. Gives the lines for the process.
     pub(crate) fn leave(&mut self, client: ClientId) -> Vec<String> {
         self.clients.remove(&client);
         let asked: Vec<u64> =
@@ -124,7 +135,7 @@ impl Routes {
         lines
     }
 
-    /// A client asks something.
+    /// Adds a client's request.
     pub(crate) fn request(
         &mut self,
         client: ClientId,
@@ -133,10 +144,10 @@ impl Routes {
         sender: mpsc::Sender<Item>,
     ) -> Sent {
         let (Some(raw_id), Some(id)) = (message.raw_id(), message.id()) else {
-            return Sent::DoubleId;
+            return Sent::DuplicateId;
         };
         if self.by_client.contains_key(&(client, id.clone())) {
-            return Sent::DoubleId;
+            return Sent::DuplicateId;
         }
         let mut subscribes = None;
         if role == Role::Shared
@@ -150,7 +161,7 @@ impl Routes {
                     subscribes = Some(uri);
                     is_known
                 }
-                // Nothing to do for the process while others still want to hear of it.
+                // The process keeps the subscription while other clients have it.
                 _ => !self.unsubscribe(&uri, client),
             };
             if is_known {
@@ -173,7 +184,7 @@ impl Routes {
         Sent::Line(own, line)
     }
 
-    /// Nobody waits for an answer any more. Gives what the process must be told.
+    /// Removes a request. Gives the line for the process.
     pub(crate) fn cancel(&mut self, own: u64) -> Option<String> {
         self.remove(own)?;
         Some(format!(
@@ -187,7 +198,7 @@ impl Routes {
         Some(pending)
     }
 
-    /// A client notifies. Gives the line for the process, if there is one.
+    /// Gives the line for the process of a client's notification, if there is one.
     pub(crate) fn notification(
         &mut self,
         client: ClientId,
@@ -203,20 +214,20 @@ impl Routes {
                 let _ = pending.sender.try_send(Item::Cancelled);
                 Some(message.to_line(&[("params", &params)]))
             }
-            // The bridge has said so itself.
+            // The bridge sends this itself.
             "notifications/initialized" if role == Role::Shared => None,
-            // The process has asked nobody for anything.
+            // They answer requests of the process, which are refused.
             "notifications/progress" | "notifications/roots/list_changed" if role == Role::Shared => None,
             _ => Some(message.to_line(&[])),
         }
     }
 
-    /// A client answers what the process asked. Gives the line for the process.
+    /// Gives the line for the process of a client's answer, if the process has sent that request.
     pub(crate) fn answer(&mut self, message: &Message<'_>) -> Option<String> {
         self.asked.remove(&message.id()?).then(|| message.to_line(&[]))
     }
 
-    /// Takes a message of the process.
+    /// Routes a message of the process.
     pub(crate) fn take(&mut self, message: &Message<'_>, role: Role) -> Taken {
         match message.kind {
             Kind::Response => self.take_answer(message),
@@ -226,7 +237,7 @@ impl Routes {
     }
 
     fn take_answer(&mut self, message: &Message<'_>) -> Taken {
-        let own = message.id().and_then(|id| id.as_own());
+        let own = message.id().and_then(|id| id.as_number());
         let Some((own, pending)) = own.and_then(|own| Some((own, self.remove(own)?))) else {
             return Taken::Late;
         };
@@ -237,7 +248,7 @@ impl Routes {
         }
         let line = message.to_line(&[("id", &pending.raw_id)]);
         let line = with_subscription_id(&line, own, &pending.raw_id, "result").unwrap_or(line);
-        // Its place was kept.
+        // The queue keeps a place for it.
         let _ = pending.sender.try_send(Item::Answer(line));
         Taken::Routed
     }
@@ -272,7 +283,7 @@ impl Routes {
     fn take_notification(&mut self, message: &Message<'_>, role: Role) -> Taken {
         let method = message.method.as_deref().unwrap_or_default();
         if method == "notifications/progress" {
-            let own = message.param("progressToken").and_then(Id::of).and_then(|token| token.as_own());
+            let own = message.param("progressToken").and_then(Id::of).and_then(|token| token.as_number());
             let pending = own.and_then(|own| self.pending.get(&own));
             let Some((pending, token)) =
                 pending.and_then(|pending| Some((pending, pending.progress_token.as_deref()?)))
@@ -285,11 +296,8 @@ impl Routes {
             offer(&pending.sender, Item::Progress(message.to_line(&[("params", &params)])));
             return Taken::Routed;
         }
-        // In the modern era each notification says which request it belongs to.
-        let tagged = message
-            .param("_meta")
-            .and_then(Members::of)
-            .and_then(|meta| Id::of(meta.get(SUBSCRIPTION_ID)?)?.as_own());
+        // In the modern era each notification names its request.
+        let tagged = message.meta().and_then(|own| Id::of(own.get(meta::SUBSCRIPTION_ID)?)?.as_number());
         if let Some(own) = tagged {
             let Some(pending) = self.pending.get(&own) else {
                 return Taken::Late;
@@ -311,7 +319,7 @@ impl Routes {
             _ => self.clients.keys().copied().collect(),
         };
         if method == "notifications/message" {
-            // It does not say whose it is: the latest that wants to hear any.
+            // It names no request: the latest that wants log messages gets it.
             let latest = self.pending.values().rev().find(|pending| pending.wants_logs);
             if let Some(pending) = latest {
                 offer(&pending.sender, Item::Message(line.clone()));
@@ -323,7 +331,7 @@ impl Routes {
         Taken::Routed
     }
 
-    /// Tells the only client there is.
+    /// Sends a line to the only client.
     fn tell_one(&self, line: String, in_a_request: bool) -> bool {
         let client = self.clients.keys().next().copied();
         client
@@ -331,7 +339,7 @@ impl Routes {
             .is_some_and(|client| self.tell(client, line, in_a_request))
     }
 
-    /// Tells a client something, by preference along with what it has asked last. False when it does not listen.
+    /// Sends a line to a client, if possible on the stream of its latest request. False when its queue is full or missing.
     fn tell(&self, client: ClientId, line: String, in_a_request: bool) -> bool {
         let latest = self.pending.values().rev().find(|pending| in_a_request && pending.client == client);
         match (latest, self.clients.get(&client)) {
@@ -341,7 +349,7 @@ impl Routes {
         }
     }
 
-    /// Takes a client from a subscription. True when it was the last one.
+    /// Removes a client from a subscription. True when it was the last one.
     fn unsubscribe(&mut self, uri: &str, client: ClientId) -> bool {
         let Some(subscribers) = self.subscriptions.get_mut(uri) else {
             return true;
@@ -354,25 +362,25 @@ impl Routes {
         is_empty && was_there
     }
 
-    /// The process has ended: every request gets an error, with this text.
-    pub(crate) fn fail_all(&mut self, why: &str) {
+    /// Fails all requests, because the process ended.
+    pub(crate) fn fail_all(&mut self, why: &Arc<str>) {
         self.asked.clear();
         self.by_client.clear();
         for pending in std::mem::take(&mut self.pending).into_values() {
-            let line = error_line(&pending.raw_id, codes::SERVER_GONE, why);
-            let _ = pending.sender.try_send(Item::Answer(line));
+            let _ =
+                pending.sender.try_send(Item::failed(&pending.raw_id, BridgeError::Down(Arc::clone(why))));
         }
     }
 
     /// Fails one request.
-    pub(crate) fn fail(&mut self, own: u64, code: i64, why: &str) -> bool {
+    pub(crate) fn fail(&mut self, own: u64, error: BridgeError) -> bool {
         let Some(pending) = self.remove(own) else {
             return false;
         };
-        pending.sender.try_send(Item::Answer(error_line(&pending.raw_id, code, why))).is_ok()
+        pending.sender.try_send(Item::failed(&pending.raw_id, error)).is_ok()
     }
 
-    /// What a new process must be told of what clients have subscribed to.
+    /// The lines that renew all subscriptions with a new process.
     pub(crate) fn subscription_lines(&mut self) -> Vec<String> {
         let uris: Vec<String> = self.subscriptions.keys().cloned().collect();
         let mut line = |uri: &String| {
@@ -382,7 +390,7 @@ impl Routes {
         uris.iter().map(&mut line).collect()
     }
 
-    /// Tells every client.
+    /// Sends a line to all clients.
     pub(crate) fn tell_all(&self, line: &str) {
         for sender in self.clients.values() {
             let _ = sender.try_send(line.to_owned());
@@ -393,27 +401,23 @@ impl Routes {
         self.pending.len()
     }
 
-    pub(crate) fn waits(&self, client: ClientId) -> bool {
-        self.pending.values().any(|pending| pending.client == client)
-    }
-
     pub(crate) fn clients(&self) -> usize {
         self.clients.len()
     }
 }
 
-/// Hands something on if there is room besides that for the answer: who does not read misses notifications.
+/// Sends an item if there is room besides the place for the answer. A client that does not read misses notifications.
 fn offer(sender: &mpsc::Sender<Item>, item: Item) -> bool {
     sender.capacity() > 1 && sender.try_send(item).is_ok()
 }
 
-/// Notifications about the server as a whole, not about what a client does.
+/// Whether a notification is about the server as a whole, not about a client's request.
 fn is_about_the_server(method: &str) -> bool {
     method.ends_with("/list_changed") || method == "notifications/resources/updated"
 }
 
 fn wants_logs(message: &Message<'_>) -> bool {
-    message.param("_meta").and_then(Members::of).is_some_and(|meta| meta.get(LOG_LEVEL).is_some())
+    message.meta().is_some_and(|own| own.get(meta::LOG_LEVEL).is_some())
 }
 
 fn subscription_uri(message: &Message<'_>) -> Option<String> {
@@ -429,15 +433,15 @@ fn subscription_line(id: u64, method: &str, uri: &str) -> String {
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"method\":\"{method}\",\"params\":{{\"uri\":{uri}}}}}")
 }
 
-/// The same line with the subscription's id as its client knows it, in `member`'s `_meta`.
+/// The line with the client's own id of the subscription in the `_meta` of `member`.
 fn with_subscription_id(line: &str, own: u64, raw_id: &str, member: &str) -> Option<String> {
     let message = Message::parse(line).ok()?;
     let body = Members::of(message.members.get(member)?)?;
-    let meta = Members::of(body.get("_meta")?)?;
-    if Id::of(meta.get(SUBSCRIPTION_ID)?)?.as_own() != Some(own) {
+    let own_meta = Members::of(body.get("_meta")?)?;
+    if Id::of(own_meta.get(meta::SUBSCRIPTION_ID)?)?.as_number() != Some(own) {
         return None;
     }
-    let new_meta = meta.with(&[(SUBSCRIPTION_ID, raw_id)]);
+    let new_meta = own_meta.with(&[(meta::SUBSCRIPTION_ID, raw_id)]);
     let new_body = body.with(&[("_meta", &new_meta)]);
     Some(message.to_line(&[(member, &new_body)]))
 }

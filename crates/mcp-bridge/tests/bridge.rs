@@ -4,8 +4,8 @@
 
 use std::time::Duration;
 
-use emergent_mcp_bridge::envelope::Message;
 use emergent_mcp_bridge::{Bridge, BridgeError, ClientId, Exchange, Item, Outgoing, Phase, Role};
+use emergent_mcp_protocol::envelope::Message;
 use serde_json::{Value, json};
 
 const SOON: Duration = Duration::from_secs(5);
@@ -59,7 +59,7 @@ fn answer_to(asked: &Value, result: &Value) -> Value {
 
 async fn item(exchange: &mut Exchange) -> Value {
     match tokio::time::timeout(SOON, exchange.next()).await.unwrap() {
-        Some(Item::Answer(line) | Item::Message(line) | Item::Progress(line)) => {
+        Some(Item::Answer(line) | Item::Message(line) | Item::Progress(line) | Item::Failed { line, .. }) => {
             serde_json::from_str(&line).unwrap()
         }
         other => panic!("{other:?}"),

@@ -8,18 +8,24 @@ mod support;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
 use axum::routing::any;
 use emergent_workspace_mcp::Config;
+use support::Caller;
 
 #[tokio::main]
 async fn main() -> std::io::Result<()> {
     let address = std::env::args().nth(1).unwrap_or_else(|| "127.0.0.1:0".to_owned());
-    // A server on this machine alone: pages can't reach it under a name of their own.
-    let config = Config { hosts: vec!["localhost".to_owned()], ..Config::default() };
-    let (_, mcp) = support::Fake::default().serve(config);
+    let (_, mcp) = support::Fake::default().serve(Config::default());
     let handle = move |request: Request| {
         let mcp = mcp.clone();
-        async move { mcp.handle(request).await.map(Body::new) }
+        async move {
+            let answer: Response = match mcp.handle(&Caller("nobody", 0), request).await {
+                Ok(answer) => answer.map(Body::new),
+                Err(refusal) => (refusal.status(), refusal.to_string()).into_response(),
+            };
+            answer
+        }
     };
     let listener = tokio::net::TcpListener::bind(address).await?;
     eprintln!("http://{}/mcp", listener.local_addr()?);

@@ -4,15 +4,16 @@
 //!  command ─▶ OutputSink::write ─▶ the newest 4 KiB ─▶ notifications/progress, at most ten a second
 //! ```
 //!
-//! Writing never waits: what comes faster than it can be sent is skipped, oldest first, and the next message says
-//! so. Nothing is lost by that, since the answer holds the output. `progress` is the number of bytes so far.
+//! Writing never waits. Output that comes faster than it can be sent is skipped, oldest first, and the next message says so. A
+//! message is left out when the client's queue is full. Nothing is lost, because the answer holds the output. `progress` is the
+//! number of bytes so far.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use rmcp::model::{ProgressNotificationParam, ProgressToken};
-use rmcp::{Peer, RoleServer};
-use tokio::sync::Notify;
+use emergent_mcp_http::Item;
+use serde_json::Value;
+use tokio::sync::{Notify, mpsc};
 
 /// The most output that one message holds.
 const MESSAGE_BYTES: usize = 4 * 1024;
@@ -33,16 +34,16 @@ struct Shared {
 struct State {
     /// Output so far, in bytes.
     total: u64,
-    /// The newest of what was not sent yet.
+    /// The newest output that was not sent yet.
     newest: Vec<u8>,
-    /// How much of it came before `newest` and is skipped.
+    /// The number of bytes before `newest` that are skipped.
     skipped: u64,
-    /// Whether there is more than what was kept of the last message: the beginning of a character.
+    /// Whether output came since the last message. `newest` may hold the beginning of a character from before.
     fresh: bool,
     closed: bool,
 }
 
-/// What one message says.
+/// The content of one message.
 #[derive(Debug, PartialEq)]
 struct Piece {
     total: u64,
@@ -59,24 +60,21 @@ impl OutputSink {
         self.0.changed.notify_one();
     }
 
-    /// Nothing more is sent: the answer is there.
+    /// Stops sending, because the answer is there.
     pub(crate) fn close(&self) {
         self.state().closed = true;
         self.0.changed.notify_one();
     }
 
-    /// Sends what comes until the sink is closed or the client is gone.
-    ///
-    /// Does not return while a message is on its way, so that none comes after the answer.
-    pub(crate) async fn send_to(&self, client: &Peer<RoleServer>, token: &ProgressToken) {
-        while let Some(piece) = self.next().await {
-            // Exact up to 2^53 bytes.
-            #[allow(clippy::cast_precision_loss)]
-            let message =
-                ProgressNotificationParam::new(token.clone(), piece.total as f64).with_message(piece.text);
-            if client.notify_progress(message).await.is_err() {
-                return;
-            }
+    /// Sends output as progress until the sink is closed. `token` is the client's progress token as it is written in JSON.
+    pub(crate) async fn send_to(&self, token: &str, client: &mpsc::Sender<Item>) {
+        while let Some(Piece { total, text }) = self.next().await {
+            let text = Value::from(text);
+            let line = format!(
+                "{{\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":\
+                 {{\"progressToken\":{token},\"progress\":{total},\"message\":{text}}}}}"
+            );
+            let _ = client.try_send(Item::Message(line));
             self.pause().await;
         }
     }

@@ -1,46 +1,60 @@
-//! The seam: what this crate asks of the code that runs the tools.
-
-use std::sync::Arc;
+//! The seam to the code that runs the tools.
 
 use async_trait::async_trait;
 use emergent_wire::ErrorDetail;
-use rmcp::model::{JsonObject, Tool as McpTool, ToolAnnotations};
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::OutputSink;
 
-/// The tools of one workspace.
+/// The tools of one workspace, for callers of type `C`.
 #[async_trait]
-pub trait Tools: Send + Sync + 'static {
+pub trait Tools<C>: Send + Sync + 'static {
     /// All tools, in the order in which they are listed.
     fn all(&self) -> &[ToolDescription];
 
-    /// Whether a request with these extensions may use a tool. Other tools are neither listed nor run.
-    fn is_allowed(&self, name: &str, http: &http::Extensions) -> bool;
+    /// Whether a caller may use a tool. Other tools are neither listed nor run.
+    fn is_allowed(&self, name: &str, caller: &C) -> bool;
 
     /// Runs a tool. Dropping the future cancels the call.
-    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail>;
+    async fn call(&self, call: Call<C>) -> Result<ToolResult, ErrorDetail>;
 }
 
 /// One call of a tool.
 #[derive(Debug)]
-pub struct Call {
+pub struct Call<C> {
     /// The tool's name.
     pub name: String,
     /// The arguments as the client sent them.
-    pub arguments: JsonObject,
+    pub arguments: Map<String, Value>,
     /// Takes output while the tool runs, when the client wants to see it. The answer holds the output, too.
     pub output: Option<OutputSink>,
-    /// The extensions of the HTTP request that brought the call, such as the caller. Calls of one session may come from different
-    /// callers.
-    pub http: http::Extensions,
+    /// The caller. It comes from access control, never from the message.
+    pub caller: C,
 }
 
 /// A tool as clients see it.
 #[derive(Clone, Debug, Serialize)]
-#[serde(transparent)]
-pub struct ToolDescription(McpTool);
+#[serde(rename_all = "camelCase")]
+pub struct ToolDescription {
+    name: &'static str,
+    title: &'static str,
+    description: &'static str,
+    input_schema: Map<String, Value>,
+    output_schema: Map<String, Value>,
+    annotations: Annotations,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+#[allow(clippy::struct_excessive_bools, reason = "the protocol's form")]
+struct Annotations {
+    title: &'static str,
+    read_only_hint: bool,
+    destructive_hint: bool,
+    idempotent_hint: bool,
+    open_world_hint: bool,
+}
 
 /// Hints for clients that ask a person before they call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,28 +73,22 @@ impl ToolDescription {
         name: &'static str,
         title: &'static str,
         description: &'static str,
-        (input, output): (JsonObject, JsonObject),
+        (input_schema, output_schema): (Map<String, Value>, Map<String, Value>),
         hints: Hints,
     ) -> Self {
-        let annotations = ToolAnnotations::with_title(title)
-            .read_only(hints.read_only)
-            .destructive(!hints.read_only)
-            .idempotent(hints.idempotent)
-            .open_world(hints.open_world);
-        let tool = McpTool::new(name, description, Arc::new(input))
-            .with_title(title)
-            .with_raw_output_schema(Arc::new(output))
-            .with_annotations(annotations);
-        Self(tool)
+        let annotations = Annotations {
+            title,
+            read_only_hint: hints.read_only,
+            destructive_hint: !hints.read_only,
+            idempotent_hint: hints.idempotent,
+            open_world_hint: hints.open_world,
+        };
+        Self { name, title, description, input_schema, output_schema, annotations }
     }
 
     /// The tool's name.
     pub fn name(&self) -> &str {
-        &self.0.name
-    }
-
-    pub(crate) fn to_mcp(&self) -> McpTool {
-        self.0.clone()
+        self.name
     }
 }
 

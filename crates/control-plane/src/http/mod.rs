@@ -11,9 +11,8 @@ mod extract;
 mod idempotency;
 mod mcp;
 mod mcp_endpoint;
-mod mcp_modern;
+mod mcp_front;
 mod mcp_proxy;
-mod mcp_reply;
 mod operations;
 mod ops;
 mod pool;
@@ -35,6 +34,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::middleware;
 use axum::routing::get;
+use emergent_mcp_http::OriginPolicy;
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
 use metrics_exporter_prometheus::PrometheusHandle;
@@ -60,6 +60,8 @@ pub(crate) struct App {
     pub(crate) workspaces: Arc<Workspaces>,
     pub(crate) mcp: Arc<McpHost>,
     pub(crate) workspace_mcp: WorkspaceMcps,
+    /// The pages that may use MCP servers.
+    pub(crate) origins: Arc<OriginPolicy>,
     pub(crate) audit: Audit,
     pub(crate) metrics: PrometheusHandle,
     /// Whether the first recovery pass has ended.
@@ -82,7 +84,8 @@ impl App {
         let tools = Tools::new(table, Arc::clone(&workspaces), audit.clone());
         let workspace_mcp = WorkspaceMcps::new(&tools);
         let mcp = McpHost::new(Arc::clone(&workspaces));
-        Self { workspaces, mcp, workspace_mcp, audit, metrics, ready, tools }
+        let origins = Arc::new(OriginPolicy::new(workspaces.context.settings.mcp.allowed_origins.clone()));
+        Self { workspaces, mcp, workspace_mcp, origins, audit, metrics, ready, tools }
     }
 }
 

@@ -1,37 +1,32 @@
-//! A workspace's tools as an MCP server: the same tools as under the other addresses, for any MCP client.
+//! The address of a workspace's tools for MCP clients (Streamable HTTP): the same tools as at the other addresses.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
-use axum::body::Body;
-use axum::extract::{Request, State};
-use axum::http::{Extensions, StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::extract::{Extension, Request, State};
+use axum::response::Response;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::workspace::ContainerType;
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use emergent_workspace_mcp::{Call, Config, Hints, ToolContent, ToolDescription, ToolResult, WorkspaceMcp};
 
-use super::App;
 use super::error::ApiError;
 use super::extract::Id;
-use super::mcp_endpoint::origin_is_allowed;
 use super::route::{AuditPolicy, RouteRule};
+use super::{App, mcp_front};
 use crate::caller::Caller;
 use crate::tools::{Arguments, Effect, Output, Shown, ToolEntry, Tools, schema};
 use crate::workspace::WorkspaceError;
 
-/// The largest file that is sent raw here: it goes through a model's context, or twice through its client's memory. REST sends
-/// larger ones.
+/// The largest file that is sent raw to MCP clients, because it goes through a model's context or twice through its client's
+/// memory. REST sends larger ones.
 const MAX_RAW_BYTES: u64 = 4 << 20;
-/// The longest refusal of the MCP library that is kept.
-const REFUSAL_BYTES: usize = 64 << 10;
 
 /// The MCP servers of the workspaces that have MCP clients.
 #[derive(Clone)]
 pub(crate) struct WorkspaceMcps {
-    servers: Arc<Mutex<HashMap<WorkspaceId, Arc<WorkspaceMcp>>>>,
+    servers: Arc<Mutex<HashMap<WorkspaceId, Arc<WorkspaceMcp<Caller>>>>>,
     /// The tools of all of them, with their schemas.
     described: Arc<[ToolDescription]>,
 }
@@ -42,13 +37,16 @@ impl WorkspaceMcps {
         Self { servers: Arc::default(), described }
     }
 
-    fn servers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<WorkspaceMcp>>> {
+    fn servers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<WorkspaceMcp<Caller>>>> {
         self.servers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes idle ones.
-    pub(crate) fn forget_idle(&self) {
-        self.servers().retain(|_, server| Arc::strong_count(server) > 1 || !server.is_idle());
+    /// Ends idle sessions, and removes servers without sessions and calls.
+    pub(crate) fn sweep(&self) {
+        self.servers().retain(|_, server| {
+            server.sweep();
+            Arc::strong_count(server) > 1 || !server.is_idle()
+        });
     }
 }
 
@@ -62,62 +60,52 @@ pub(super) const MESSAGE: RouteRule = RouteRule::workspace_use("workspace.mcp").
     params(("id" = WorkspaceId, Path)), request_body = Object,
     responses((status = 200, description = "A JSON-RPC message, or events with several"), (status = 202),
         (status = "4XX", body = ErrorBody)))]
-pub(super) async fn post(state: State<App>, id: Id<WorkspaceId>, request: Request) -> Response {
-    handle(state, id, request).await
+pub(super) async fn post(
+    app: State<App>,
+    id: Id<WorkspaceId>,
+    caller: Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    handle(app, id, caller, request).await
 }
 
 /// Listen to a workspace's MCP server.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/{id}/mcp", tag = "tools", params(("id" = WorkspaceId, Path)),
     responses((status = 200, description = "Events", content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
-pub(super) async fn get(state: State<App>, id: Id<WorkspaceId>, request: Request) -> Response {
-    handle(state, id, request).await
+pub(super) async fn get(
+    app: State<App>,
+    id: Id<WorkspaceId>,
+    caller: Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    handle(app, id, caller, request).await
 }
 
 /// End a session with a workspace's MCP server.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}/mcp", tag = "tools", params(("id" = WorkspaceId, Path)),
     responses((status = 202), (status = "4XX", body = ErrorBody)))]
-pub(super) async fn delete(state: State<App>, id: Id<WorkspaceId>, request: Request) -> Response {
-    handle(state, id, request).await
+pub(super) async fn delete(
+    app: State<App>,
+    id: Id<WorkspaceId>,
+    caller: Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    handle(app, id, caller, request).await
 }
 
-async fn handle(State(app): State<App>, Id(id): Id<WorkspaceId>, mut request: Request) -> Response {
-    if !origin_is_allowed(request.headers(), &app.workspaces.context.settings.mcp.allowed_origins) {
-        let message =
-            "pages of this origin may not use MCP servers: allow it in the settings (mcp.allowed_origins)";
-        return ApiError::new(ErrorCode::Forbidden, message).into_response();
-    }
-    // It was checked by our own rule.
-    request.headers_mut().remove(header::ORIGIN);
-    match server_of(&app, id).await {
-        Ok(server) => with_error_body(server.handle(request).await.map(Body::new)).await,
-        Err(error) => error.into_response(),
-    }
+async fn handle(
+    State(app): State<App>,
+    Id(id): Id<WorkspaceId>,
+    Extension(caller): Extension<Caller>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    mcp_front::check_origin(&app, request.headers())?;
+    let server = server_of(&app, id).await?;
+    Ok(mcp_front::answer(server.handle(&caller, request).await))
 }
 
-/// Gives a refusal that the MCP library wrote as plain text the body that all failures have.
-async fn with_error_body(response: Response) -> Response {
-    let status = response.status();
-    if !status.is_client_error() || response.headers().contains_key(header::CONTENT_TYPE) {
-        return response;
-    }
-    let allow = response.headers().get(header::ALLOW).cloned();
-    let text = axum::body::to_bytes(response.into_body(), REFUSAL_BYTES).await.unwrap_or_default();
-    let text = String::from_utf8_lossy(&text);
-    let code = match status {
-        StatusCode::NOT_FOUND => ErrorCode::NotFound,
-        StatusCode::METHOD_NOT_ALLOWED => ErrorCode::MethodNotAllowed,
-        StatusCode::NOT_ACCEPTABLE => ErrorCode::NotAcceptable,
-        StatusCode::UNSUPPORTED_MEDIA_TYPE => ErrorCode::UnsupportedMediaType,
-        _ => ErrorCode::BadRequest,
-    };
-    let mut refusal = ApiError::new(code, text).into_response();
-    *refusal.status_mut() = status;
-    refusal.headers_mut().extend(allow.map(|value| (header::ALLOW, value)));
-    refusal
-}
-
-/// The MCP server of a workspace; a new one where nobody uses it yet.
-async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp>, ApiError> {
+/// The MCP server of a workspace. The first request makes it.
+async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp<Caller>>, ApiError> {
     if let Some(server) = app.workspace_mcp.servers().get(&id) {
         return Ok(Arc::clone(server));
     }
@@ -149,22 +137,21 @@ fn describe(tool: &ToolEntry) -> ToolDescription {
 }
 
 #[async_trait]
-impl emergent_workspace_mcp::Tools for WorkspaceTools {
+impl emergent_workspace_mcp::Tools<Caller> for WorkspaceTools {
     fn all(&self) -> &[ToolDescription] {
         &self.described
     }
 
-    fn is_allowed(&self, name: &str, http: &Extensions) -> bool {
-        let (caller, tool) = (http.get::<Caller>(), self.tools.find(name));
-        caller.zip(tool).is_some_and(|(caller, tool)| self.tools.allows(&caller.principal, self.id, tool))
+    fn is_allowed(&self, name: &str, caller: &Caller) -> bool {
+        self.tools.find(name).is_some_and(|tool| self.tools.allows(&caller.principal, self.id, tool))
     }
 
-    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail> {
-        let Some((caller, tool)) = call.http.get::<Caller>().zip(self.tools.find(&call.name)) else {
-            return Err(ErrorDetail::new(ErrorCode::Internal, "a call of a tool came without its caller"));
+    async fn call(&self, call: Call<Caller>) -> Result<ToolResult, ErrorDetail> {
+        let Some(tool) = self.tools.find(&call.name) else {
+            return Err(ErrorDetail::new(ErrorCode::Internal, "the tool is not in the table"));
         };
-        let call_of_tool =
-            self.tools.prepare(caller, self.id, tool, Arguments::Object(call.arguments)).await?;
+        let arguments = Arguments::Object(call.arguments);
+        let call_of_tool = self.tools.prepare(&call.caller, self.id, tool, arguments).await?;
         let output = match call.output {
             Some(sink) => Output::Shown(Box::new(move |bytes| sink.write(bytes))),
             None => Output::InAnswer,

@@ -1,20 +1,21 @@
-//! What clients ask a hosted server, one call at a time.
+//! Single calls to a hosted server, without a session.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use emergent_mcp_bridge::envelope::{Members, Message, codes};
 use emergent_mcp_bridge::{Bridge, BridgeError, Item};
+use emergent_mcp_protocol::envelope::{Members, Message};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use serde_json::value::RawValue;
+use tokio::sync::Notify;
 
 use super::McpHost;
 use super::hosted::Hosted;
 
-/// A call to a server that is being started waits so long for it.
+/// The time that a call waits for a server that is being started.
 pub(super) const WAIT_FOR_START: Duration = Duration::from_secs(20);
 
-/// What a server answered, as it said it.
+/// The answer of a server, as the server wrote it.
 pub(crate) struct RawAnswer {
     pub(crate) result: Option<Box<RawValue>>,
     pub(crate) error: Option<Box<RawValue>>,
@@ -61,44 +62,54 @@ impl Hosted {
         let mut exchange =
             bridge.request(bridge.visitor(), &message, within).await.map_err(|error| refused(&error))?;
         while let Some(item) = exchange.next().await {
-            if let Item::Answer(line) = item {
-                return self.read_answer(&line);
+            match item {
+                Item::Answer(line) => return Ok(read_answer(&line)),
+                Item::Failed { error: BridgeError::AnswerTooLong(_), line } => return Ok(read_answer(&line)),
+                Item::Failed { error, .. } => {
+                    note_failure(&self.doubted, &error);
+                    return Err(failed(&error));
+                }
+                Item::Message(_) | Item::Progress(_) | Item::Cancelled => {}
             }
         }
         Err(ErrorDetail::new(ErrorCode::SandboxLost, "the MCP server ended before it answered"))
     }
+}
 
-    fn read_answer(&self, line: &str) -> Result<RawAnswer, ErrorDetail> {
-        let members = Members::of(line);
-        let raw = |name: &str| {
-            let text = members.as_ref().and_then(|members| members.get(name));
-            text.and_then(|text| RawValue::from_string(text.to_owned()).ok())
-        };
-        let error = raw("error");
-        // What the bridge itself had to say.
-        let own = error.as_ref().and_then(|error| Members::of(error.get()));
-        let code = own.as_ref().and_then(|own| own.get("code")?.parse::<i64>().ok());
-        let message = || own.as_ref().and_then(|own| own.text("message")).unwrap_or_default();
-        match code {
-            Some(codes::TIMED_OUT) if message().starts_with("the MCP server has not answered") => {
-                self.doubted.notify_one();
-                Err(ErrorDetail::new(ErrorCode::DeadlineExceeded, message()))
-            }
-            Some(codes::SERVER_GONE) if message().starts_with("the MCP server") => {
-                Err(ErrorDetail::new(ErrorCode::SandboxLost, message()))
-            }
-            _ => Ok(RawAnswer { result: raw("result"), error }),
-        }
+/// Has the supervisor check whether the process answers at all, after a call that had no answer in time.
+pub(super) fn note_failure(doubted: &Notify, error: &BridgeError) {
+    if matches!(error, BridgeError::TimedOut(_)) {
+        doubted.notify_one();
     }
 }
 
-/// Why a request did not get to the server.
+fn read_answer(line: &str) -> RawAnswer {
+    let members = Members::of(line);
+    let raw = |name: &str| {
+        let text = members.as_ref().and_then(|members| members.get(name));
+        text.and_then(|text| RawValue::from_string(text.to_owned()).ok())
+    };
+    RawAnswer { result: raw("result"), error: raw("error") }
+}
+
+/// The error of a call that reached the server and has no answer of it.
+fn failed(error: &BridgeError) -> ErrorDetail {
+    let code = match error {
+        // The call may have had effects.
+        BridgeError::Down(_) => ErrorCode::SandboxLost,
+        _ => return refused(error),
+    };
+    ErrorDetail::new(code, error.to_string())
+}
+
+/// The error of a call that did not reach the server.
 pub(crate) fn refused(error: &BridgeError) -> ErrorDetail {
     let code = match error {
         BridgeError::Down(_) | BridgeError::Refused(_) => ErrorCode::Unavailable,
         BridgeError::Busy => ErrorCode::LimitReached,
-        BridgeError::DoubleId => ErrorCode::Conflict,
+        BridgeError::DuplicateId => ErrorCode::Conflict,
         BridgeError::TimedOut(_) => ErrorCode::DeadlineExceeded,
+        BridgeError::AnswerTooLong(_) => ErrorCode::ProviderFailed,
     };
     ErrorDetail::new(code, error.to_string())
 }

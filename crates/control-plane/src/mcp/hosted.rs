@@ -7,34 +7,36 @@ use chrono::{DateTime, Utc};
 use emergent_guest_protocol::ServeCall;
 use emergent_mcp_bridge::journal::Journal;
 use emergent_mcp_bridge::{Bridge, Role};
+use emergent_mcp_http::Endpoint;
 use emergent_store::WorkspaceRecord;
 use emergent_wire::mcp::{McpConfig, McpExit, McpMode, McpStatus};
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 
-use super::session::Sessions;
+use super::peer;
 use super::side::Modern;
+use crate::caller::Caller;
 
-/// Orders that may wait: each is the last word of somebody who waits for it.
+/// Orders that may wait in the supervisor's queue.
 const MAX_ORDERS: usize = 16;
 
-/// What somebody wants of the supervisor.
+/// An order to the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Order {
     /// End the process, make its container anew, begin again.
     Restart,
     /// End the process and the sandbox, with this grace; the row stays.
     Stop(Duration),
-    /// Look after it no longer: it is being removed.
+    /// Stop supervising it, because it is being removed.
     Leave,
 }
 
-/// An order, and who is to be told that it was carried out.
+/// An order, and the channel that reports that it was carried out.
 pub(crate) type Ordered = (Order, oneshot::Sender<()>);
 
-/// How a server stands.
+/// The state of a server.
 #[derive(Clone, Debug)]
-pub(crate) struct Standing {
+pub(crate) struct McpState {
     pub(crate) status: McpStatus,
     pub(crate) started_at: Option<DateTime<Utc>>,
     pub(crate) restarts: u64,
@@ -49,19 +51,20 @@ pub(crate) struct Hosted {
     pub(crate) id: WorkspaceId,
     pub(crate) name: String,
     pub(crate) config: McpConfig,
-    /// To the process that all clients share. Where there is none, it only says whether the server can be used.
+    /// The bridge to the process that all clients share. Without such a process, its phase says whether the server can be used.
     pub(crate) bridge: Bridge,
-    pub(crate) sessions: Sessions,
+    /// The sessions of MCP clients.
+    pub(crate) endpoint: Endpoint<Caller>,
     pub(crate) modern: tokio::sync::Mutex<Option<Arc<Modern>>>,
-    /// What is run, once it is known.
+    /// The program that is run, once it is known.
     program: Mutex<Option<ServeCall>>,
     pub(crate) journal: Journal,
-    standing: Mutex<Standing>,
+    state: Mutex<McpState>,
     /// Counts the attempts to start it that have ended, well or not.
     attempts: watch::Sender<u64>,
     orders: mpsc::Sender<Ordered>,
-    /// A call had no answer in time: look whether the process answers at all.
-    pub(crate) doubted: Notify,
+    /// Notified when a call had no answer in time, so that the supervisor checks whether the process answers at all.
+    pub(crate) doubted: Arc<Notify>,
 }
 
 impl Hosted {
@@ -70,7 +73,7 @@ impl Hosted {
         let config = config_of(record)?;
         let name = record.name.clone().unwrap_or_default();
         let (orders, receiver) = mpsc::channel(MAX_ORDERS);
-        let standing = Standing {
+        let state = McpState {
             status: McpStatus::Starting,
             started_at: None,
             restarts: 0,
@@ -83,24 +86,24 @@ impl Hosted {
             id: record.workspace.id,
             bridge: Bridge::new(name.clone(), Role::Shared),
             name,
+            endpoint: Endpoint::new(peer::limits(config.mode)),
             config,
-            sessions: Sessions::default(),
             modern: tokio::sync::Mutex::default(),
             program: Mutex::default(),
             journal: Journal::default(),
-            standing: Mutex::new(standing),
+            state: Mutex::new(state),
             attempts: watch::Sender::new(0),
             orders,
-            doubted: Notify::new(),
+            doubted: Arc::default(),
         };
         Ok((Arc::new(hosted), receiver))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Standing> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, McpState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is run.
+    /// The program that is run.
     pub(super) fn program(&self) -> Option<ServeCall> {
         self.program.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -109,13 +112,13 @@ impl Hosted {
         *self.program.lock().unwrap_or_else(PoisonError::into_inner) = Some(program.clone());
     }
 
-    /// How it stands.
-    pub(crate) fn standing(&self) -> Standing {
+    /// The current state.
+    pub(crate) fn state(&self) -> McpState {
         self.lock().clone()
     }
 
-    /// Changes how it stands.
-    pub(super) fn stand(&self, change: impl FnOnce(&mut Standing)) {
+    /// Changes the state.
+    pub(super) fn update(&self, change: impl FnOnce(&mut McpState)) {
         change(&mut self.lock());
     }
 
@@ -129,26 +132,26 @@ impl Hosted {
         self.attempts.send_modify(|count| *count += 1);
     }
 
-    /// Waits until the current attempt to start it has ended, but not for ever.
+    /// Waits until the current attempt to start it has ended, at most this long.
     pub(crate) async fn first_start(&self, within: Duration) {
         let mut attempts = self.attempts.subscribe();
         let ended = attempts.wait_for(|count| *count > 0);
         let _ = tokio::time::timeout(within, ended).await;
     }
 
-    /// Forgets that it was ever started.
+    /// Resets the state to that of a server that was never started.
     pub(super) fn begin_anew(&self) {
         self.attempts.send_replace(0);
-        self.stand(|standing| {
-            standing.restarts = 0;
-            standing.recent_crashes = 0;
-            standing.next_restart_at = None;
-            standing.error = None;
-            standing.status = McpStatus::Starting;
+        self.update(|state| {
+            state.restarts = 0;
+            state.recent_crashes = 0;
+            state.next_restart_at = None;
+            state.error = None;
+            state.status = McpStatus::Starting;
         });
     }
 
-    /// Has an order carried out.
+    /// Sends an order to the supervisor and waits until it is carried out.
     pub(crate) async fn order(&self, order: Order) -> Result<(), ErrorDetail> {
         let gone = || ErrorDetail::new(ErrorCode::Unavailable, "the server ends: try again in a moment");
         let (done, is_done) = oneshot::channel();
@@ -156,7 +159,7 @@ impl Hosted {
         is_done.await.map_err(|_| gone())
     }
 
-    /// Waits until nobody looks after it any more.
+    /// Waits until its supervisor ends.
     pub(crate) async fn gone(&self) {
         self.orders.closed().await;
     }
@@ -166,13 +169,18 @@ impl Hosted {
         self.config.mode == McpMode::PerSession
     }
 
-    /// How long a call may take unless it says so.
+    /// Requests without an answer.
+    pub(crate) fn pending_calls(&self) -> usize {
+        if self.is_per_session() { self.endpoint.requests_in_progress() } else { self.bridge.load().0 }
+    }
+
+    /// The time that a call has unless it names another.
     pub(crate) fn timeout(&self) -> Duration {
         Duration::from_millis(self.config.timeout_ms)
     }
 }
 
-/// What is kept of a registration.
+/// The configuration in a server's row.
 pub(crate) fn config_of(record: &WorkspaceRecord) -> Result<McpConfig, ErrorDetail> {
     let config = record.workspace.mcp_config.clone().unwrap_or_default();
     serde_json::from_value(config).map_err(|error| {

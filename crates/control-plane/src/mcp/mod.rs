@@ -5,12 +5,11 @@
 //! it ends, and takes the sandbox back when it is lost. Nothing here is needed after a crash: the rows say what is to run,
 //! and a process whose server is gone has been ended by its guest agent, so that none runs twice.
 
-pub(crate) mod events;
 mod front;
 mod hosted;
+mod peer;
 mod process;
 mod run;
-pub(crate) mod session;
 mod side;
 mod supervise;
 mod tunnel;
@@ -30,7 +29,7 @@ use tokio::sync::Semaphore;
 
 pub(crate) use hosted::Hosted;
 use hosted::Order;
-pub(crate) use side::MODERN;
+pub(crate) use peer::HostedServer;
 pub(crate) use view::log_line;
 
 use crate::errors::error_of;
@@ -177,7 +176,7 @@ impl McpHost {
     /// Restarts a server in a new container: SIGTERM, 10 s, SIGKILL. Its counters begin anew.
     pub(crate) async fn restart(self: &Arc<Self>, id: WorkspaceId) -> Result<McpServer, ErrorDetail> {
         let hosted = self.hosted(id).await?;
-        if hosted.standing().status == McpStatus::Elsewhere {
+        if hosted.state().status == McpStatus::Elsewhere {
             let message = "another server of this installation runs this MCP server: ask that one";
             return Err(ErrorDetail::new(ErrorCode::Unavailable, message));
         }

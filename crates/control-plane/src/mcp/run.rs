@@ -64,9 +64,9 @@ impl Supervisor {
         hosted.set_program(&program);
         let started = Instant::now();
         let kills_before = self.oom_kills(&connection);
-        hosted.stand(|standing| {
-            standing.started_at = Some(Utc::now());
-            standing.next_restart_at = None;
+        hosted.update(|state| {
+            state.started_at = Some(Utc::now());
+            state.next_restart_at = None;
         });
         let end = if !hosted.config.stdio_bridge {
             self.run_http(&connection.channel, &program).await
@@ -203,7 +203,7 @@ impl Supervisor {
                 }
             }
             if bridge.answers(ANSWERS_WITHIN).await {
-                if self.hosted.standing().status == McpStatus::Unresponsive {
+                if self.hosted.state().status == McpStatus::Unresponsive {
                     self.ready();
                 }
             } else {
@@ -239,7 +239,7 @@ impl Supervisor {
         let hosted = &self.hosted;
         hosted.bridge.let_in();
         let before = hosted.set_status(McpStatus::Ready);
-        hosted.stand(|standing| standing.error = None);
+        hosted.update(|state| state.error = None);
         if before != McpStatus::Ready {
             tracing::info!(mcp_server = hosted.name, id = %hosted.id, "an MCP server is ready");
             self.host.workspaces.context.events.workspace(

@@ -1,65 +1,48 @@
-//! Processes beside the one that is supervised: those of sessions that have one of their own, of single calls in that
-//! mode, and of clients of the modern era (without `initialize`). They are started when they are needed and never
-//! started again by themselves.
+//! Processes beside the supervised one: of sessions with a process of their own, of single calls in that mode, and of clients of
+//! the modern era. They are started on demand, and never restarted.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use emergent_mcp_bridge::envelope::{Members, Message, codes, error_code};
-use emergent_mcp_bridge::{Bridge, Item, Role};
+use emergent_mcp_bridge::{Bridge, BridgeError, Item, Role};
+use emergent_mcp_protocol::envelope::{Members, Message};
+use emergent_mcp_protocol::{meta, version};
 use emergent_wire::{ErrorCode, ErrorDetail};
-use tokio::task::AbortHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::McpHost;
 use super::front::{WAIT_FOR_START, refused};
 use super::hosted::Hosted;
 use super::process::Process;
-use super::session::Session;
 
-/// The version of the protocol without `initialize`.
-pub(crate) const MODERN: &str = "2026-07-28";
-/// How long a server has to say whether it speaks that.
+/// The time that a server has to answer `server/discover`.
 const DISCOVERED_WITHIN: Duration = Duration::from_secs(15);
-/// A process of the modern era that nobody used for so long is ended.
+/// A process of the modern era ends when it was idle for this time.
 const MODERN_IDLE_TIME: Duration = Duration::from_secs(10 * 60);
-/// Sessions of a server that all share a process.
-const MAX_SHARED_SESSIONS: usize = 1000;
-/// Sessions of a server that have a process each: as many as its sandbox runs at once, and room for others.
-const MAX_PROCESSES: usize = 40;
-
-/// How long a server that did not say whether it speaks that is taken for one that does not.
+/// The time for which a server that did not answer `server/discover` counts as one of the legacy era.
 const SILENT_TIME: Duration = Duration::from_secs(60);
 
-/// What is known of a server's modern era.
+/// A server's support of the modern era, as far as it is known.
 pub(crate) struct Modern {
-    spoken: Spoken,
+    support: ModernSupport,
     used: Mutex<Instant>,
 }
 
-enum Spoken {
-    /// It speaks it: this process does.
-    Yes { bridge: Bridge, _process: EndOnDrop },
-    /// It does not.
+enum ModernSupport {
+    /// This process serves it.
+    Yes { bridge: Bridge, _process: AbortOnDropHandle<()> },
+    /// The server supports only the legacy era.
     No,
-    /// It did not answer; many servers of the legacy era don't before they are initialized, but it may also be slow.
+    /// The server did not answer. Many servers of the legacy era don't before `initialize`, but it may also be slow.
     Silent,
 }
 
-/// Ends a task when it is dropped.
-pub(crate) struct EndOnDrop(pub(super) AbortHandle);
-
-impl Drop for EndOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
 impl Modern {
-    /// To the process that speaks it, if the server does.
+    /// The bridge to the process of the modern era, if the server supports it.
     pub(crate) fn bridge(&self) -> Option<&Bridge> {
-        match &self.spoken {
-            Spoken::Yes { bridge, .. } => Some(bridge),
-            Spoken::No | Spoken::Silent => None,
+        match &self.support {
+            ModernSupport::Yes { bridge, .. } => Some(bridge),
+            ModernSupport::No | ModernSupport::Silent => None,
         }
     }
 
@@ -67,22 +50,26 @@ impl Modern {
         self.used.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it can't be used any more, or nobody does, or it should be asked again.
+    /// Whether the process has ended or is idle, or `server/discover` is due again.
     fn is_over(&self) -> bool {
         let idle = self.used().elapsed();
-        match &self.spoken {
-            Spoken::Yes { bridge, .. } => {
+        match &self.support {
+            ModernSupport::Yes { bridge, .. } => {
                 !bridge.is_open() || (idle > MODERN_IDLE_TIME && bridge.load().0 == 0)
             }
-            Spoken::No => false,
-            Spoken::Silent => idle > SILENT_TIME,
+            ModernSupport::No => false,
+            ModernSupport::Silent => idle > SILENT_TIME,
         }
     }
 }
 
 impl McpHost {
-    /// Starts one more process of a server in its sandbox; it ends with what is returned.
-    async fn start_side(&self, hosted: &Arc<Hosted>, role: Role) -> Result<(Bridge, EndOnDrop), ErrorDetail> {
+    /// Starts one more process of a server in its sandbox. It ends when the returned handle is dropped.
+    pub(super) async fn start_side(
+        &self,
+        hosted: &Arc<Hosted>,
+        role: Role,
+    ) -> Result<(Bridge, AbortOnDropHandle<()>), ErrorDetail> {
         hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
         let lost =
             || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
@@ -98,38 +85,22 @@ impl McpHost {
             hosted.journal.note(format!("the process of a session: {reason}"));
             followed.close(&format!("the MCP server has ended ({reason})"), false);
         });
-        Ok((bridge, EndOnDrop(task.abort_handle())))
+        Ok((bridge, AbortOnDropHandle::new(task)))
     }
 
-    /// A session of a client, on the process that all share, or on one of its own, which is not initialized yet.
-    pub(crate) async fn open_session(&self, hosted: &Arc<Hosted>) -> Result<Arc<Session>, ErrorDetail> {
-        let most = if hosted.is_per_session() { MAX_PROCESSES } else { MAX_SHARED_SESSIONS };
-        hosted.sessions.make_room(most).map_err(|_| {
-            let message = format!("this server has {most} sessions already: end one, or try again later");
-            ErrorDetail::new(ErrorCode::LimitReached, message)
-        })?;
-        if !hosted.is_per_session() {
-            return Ok(Session::open(hosted.bridge.clone(), false));
-        }
-        let (bridge, task) = self.start_side(hosted, Role::Exclusive).await?;
-        let session = Session::open(bridge, true);
-        session.works(task);
-        Ok(session)
-    }
-
-    /// A process for one call, initialized; it ends with what is returned.
+    /// Starts and initializes a process for one call. It ends when the returned handle is dropped.
     pub(super) async fn side_for_call(
         &self,
         hosted: &Arc<Hosted>,
-    ) -> Result<(Bridge, EndOnDrop), ErrorDetail> {
+    ) -> Result<(Bridge, AbortOnDropHandle<()>), ErrorDetail> {
         let (bridge, task) = self.start_side(hosted, Role::Shared).await?;
         let initialized = bridge.initialize(env!("CARGO_PKG_VERSION"), hosted.timeout()).await;
         initialized.map_err(|error| refused(&error))?;
         Ok((bridge, task))
     }
 
-    /// What serves clients of the modern era. A process of its own: many servers choose their era by what they are asked
-    /// first.
+    /// The server's support of the modern era. Its clients have a process of their own, because many servers choose their era by
+    /// the first message.
     pub(crate) async fn modern(&self, hosted: &Arc<Hosted>) -> Result<Arc<Modern>, ErrorDetail> {
         let mut known = hosted.modern.lock().await;
         if let Some(modern) = known.as_ref().filter(|modern| !modern.is_over()) {
@@ -139,21 +110,21 @@ impl McpHost {
             return Ok(Arc::clone(modern));
         }
         let (bridge, task) = self.start_side(hosted, Role::Shared).await?;
-        let spoken = match discover(&bridge).await {
-            Some(true) => Spoken::Yes { bridge, _process: task },
-            Some(false) => Spoken::No,
-            None => Spoken::Silent,
+        let support = match discover(&bridge).await {
+            Some(true) => ModernSupport::Yes { bridge, _process: task },
+            Some(false) => ModernSupport::No,
+            None => ModernSupport::Silent,
         };
-        let modern = Arc::new(Modern { spoken, used: Mutex::new(Instant::now()) });
+        let modern = Arc::new(Modern { support, used: Mutex::new(Instant::now()) });
         *known = Some(Arc::clone(&modern));
         Ok(modern)
     }
 
-    /// Ends what nobody has used for a while.
+    /// Ends idle sessions and processes.
     pub(crate) async fn sweep_sessions(&self) {
         let all: Vec<Arc<Hosted>> = self.servers().values().cloned().collect();
         for hosted in all {
-            hosted.sessions.sweep();
+            hosted.endpoint.sweep();
             let mut modern = hosted.modern.lock().await;
             if modern.as_ref().is_some_and(|modern| modern.is_over()) {
                 *modern = None;
@@ -166,23 +137,26 @@ impl McpHost {
 async fn discover(bridge: &Bridge) -> Option<bool> {
     let text = format!(
         "{{\"jsonrpc\":\"2.0\",\"id\":0,\"method\":\"server/discover\",\"params\":{{\"_meta\":{{\
-         \"io.modelcontextprotocol/protocolVersion\":\"{MODERN}\",\
-         \"io.modelcontextprotocol/clientInfo\":{{\"name\":\"emergent\",\"version\":\"{}\"}},\
-         \"io.modelcontextprotocol/clientCapabilities\":{{}}}}}}}}",
-        env!("CARGO_PKG_VERSION")
+         \"{}\":\"{}\",\"{}\":{{\"name\":\"emergent\",\"version\":\"{}\"}},\"{}\":{{}}}}}}}}",
+        meta::PROTOCOL_VERSION,
+        version::MODERN,
+        meta::CLIENT_INFO,
+        env!("CARGO_PKG_VERSION"),
+        meta::CLIENT_CAPABILITIES,
     );
     let message = Message::parse(&text).ok()?;
     let mut exchange = bridge.request(bridge.visitor(), &message, DISCOVERED_WITHIN).await.ok()?;
     let line = loop {
-        if let Item::Answer(line) = exchange.next().await? {
-            break line;
+        match exchange.next().await? {
+            Item::Answer(line) => break line,
+            Item::Failed { error: BridgeError::TimedOut(_), .. } => return None,
+            // A process that ends without `initialize` is one of the legacy era.
+            Item::Failed { .. } => return Some(false),
+            _ => {}
         }
     };
-    if error_code(&line) == Some(codes::TIMED_OUT) {
-        return None;
-    }
     let result = Members::of(&line).and_then(|line| Members::of(line.get("result")?));
     let versions =
         result.and_then(|result| serde_json::from_str::<Vec<String>>(result.get("supportedVersions")?).ok());
-    Some(versions.is_some_and(|versions| versions.iter().any(|version| version == MODERN)))
+    Some(versions.is_some_and(|versions| versions.iter().any(|known| known == version::MODERN)))
 }

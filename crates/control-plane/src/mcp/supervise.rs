@@ -87,6 +87,7 @@ pub(super) async fn supervise(host: Arc<McpHost>, hosted: Arc<Hosted>, mut order
     }
     let Supervisor { host, hosted, .. } = supervisor;
     hosted.bridge.close("the server was removed", false);
+    hosted.endpoint.end_all();
     let mut servers = host.servers();
     if servers.get(&hosted.id).is_some_and(|known| Arc::ptr_eq(known, &hosted)) {
         servers.remove(&hosted.id);
@@ -132,11 +133,10 @@ impl Supervisor {
                 tracing::warn!(mcp_server = hosted.name, %error, "its sandbox can't be had; it is tried again");
                 hosted.journal.note(format!("its sandbox can't be had: {error}"));
                 hosted.bridge.close(&format!("the server's sandbox can't be had: {error}"), false);
-                hosted.stand(|standing| {
-                    standing.status = McpStatus::Error;
-                    standing.error = Some(error.message.clone());
-                    standing.next_restart_at =
-                        Some(Utc::now() + TimeDelta::from_std(pause).unwrap_or_default());
+                hosted.update(|state| {
+                    state.status = McpStatus::Error;
+                    state.error = Some(error.message.clone());
+                    state.next_restart_at = Some(Utc::now() + TimeDelta::from_std(pause).unwrap_or_default());
                 });
                 hosted.attempt_ended();
                 Next::Pause(pause)
@@ -169,9 +169,9 @@ impl Supervisor {
         let stays =
             policy == RestartPolicy::Never || (policy == RestartPolicy::OnFailure && end.is_success());
         if stays {
-            hosted.stand(|standing| {
-                standing.status = McpStatus::Stopped;
-                standing.last_exit = Some(exit);
+            hosted.update(|state| {
+                state.status = McpStatus::Stopped;
+                state.last_exit = Some(exit);
             });
             hosted.bridge.close(&format!("the MCP server is stopped: {reason}; restart it first"), false);
             hosted.attempt_ended();
@@ -180,12 +180,12 @@ impl Supervisor {
         let now = Instant::now();
         let verdict = self.crashes.crashed(started, now);
         let is_brief = verdict.pause.is_zero();
-        hosted.stand(|standing| {
-            standing.status = McpStatus::Restarting;
-            standing.restarts += 1;
-            standing.recent_crashes = self.crashes.recent(now) as u64;
-            standing.last_exit = Some(exit);
-            standing.next_restart_at =
+        hosted.update(|state| {
+            state.status = McpStatus::Restarting;
+            state.restarts += 1;
+            state.recent_crashes = self.crashes.recent(now) as u64;
+            state.last_exit = Some(exit);
+            state.next_restart_at =
                 (!is_brief).then(|| Utc::now() + TimeDelta::from_std(verdict.pause).unwrap_or_default());
         });
         let when = if is_brief {
@@ -210,7 +210,7 @@ impl Supervisor {
         let grace = match order {
             Order::Leave => {
                 bridge.close("the MCP server is being removed", false);
-                self.hosted.sessions.end_all();
+                self.hosted.endpoint.end_all();
                 RESTART_GRACE
             }
             Order::Restart => {
@@ -219,7 +219,7 @@ impl Supervisor {
             }
             Order::Stop(grace) => {
                 bridge.close("the MCP server is being stopped", false);
-                self.hosted.sessions.end_all();
+                self.hosted.endpoint.end_all();
                 grace
             }
         };

@@ -26,10 +26,10 @@ impl McpHost {
         } = config_of(record)?;
         let workspace = &record.workspace;
         let hosted = self.servers().get(&workspace.id).cloned();
-        let standing = hosted.as_ref().map(|hosted| hosted.standing());
-        let status = match (workspace.status, &standing) {
+        let state = hosted.as_ref().map(|hosted| hosted.state());
+        let status = match (workspace.status, &state) {
             (WorkspaceStatus::Destroying, _) => McpStatus::Removing,
-            (_, Some(standing)) => standing.status,
+            (_, Some(state)) => state.status,
             (_, None)
                 if record.owner.is_some_and(|owner| owner != self.workspaces.context.store.server()) =>
             {
@@ -37,7 +37,7 @@ impl McpHost {
             }
             (_, None) => McpStatus::Starting,
         };
-        let pending = hosted.as_ref().map(|hosted| hosted.bridge.load().0 + hosted.sessions.pending());
+        let pending = hosted.as_ref().map(|hosted| hosted.pending_calls());
         let initialized = hosted.as_ref().and_then(|hosted| hosted.bridge.initialized());
         let warnings = workspace.metadata.get("warnings").cloned().unwrap_or_default();
         Ok(McpServer {
@@ -66,14 +66,14 @@ impl McpHost {
             placement: workspace.placement.clone(),
             warnings: serde_json::from_value(warnings).unwrap_or_default(),
             endpoint: format!("/api/v1/mcp/servers/{}/mcp", workspace.id),
-            started_at: standing.as_ref().and_then(|standing| standing.started_at),
-            restarts: standing.as_ref().map_or(0, |standing| standing.restarts),
-            recent_crashes: standing.as_ref().map_or(0, |standing| standing.recent_crashes),
-            next_restart_at: standing.as_ref().and_then(|standing| standing.next_restart_at),
-            last_exit: standing.as_ref().and_then(|standing| standing.last_exit.clone()),
-            error: standing.and_then(|standing| standing.error).or_else(|| record.error.clone()),
+            started_at: state.as_ref().and_then(|state| state.started_at),
+            restarts: state.as_ref().map_or(0, |state| state.restarts),
+            recent_crashes: state.as_ref().map_or(0, |state| state.recent_crashes),
+            next_restart_at: state.as_ref().and_then(|state| state.next_restart_at),
+            last_exit: state.as_ref().and_then(|state| state.last_exit.clone()),
+            error: state.and_then(|state| state.error).or_else(|| record.error.clone()),
             pending_calls: pending.unwrap_or_default() as u64,
-            sessions: hosted.as_ref().map_or(0, |hosted| hosted.sessions.count()) as u64,
+            sessions: hosted.as_ref().map_or(0, |hosted| hosted.endpoint.session_count()) as u64,
             initialize_result: initialized.and_then(|own| serde_json::from_str(own.result.get()).ok()),
             usage: None,
         })

@@ -1,22 +1,29 @@
-//! The same through a real connection, with another implementation's client of both eras.
+//! A real connection and another implementation's client, in both eras.
 
 use std::sync::Arc;
 
-use crate::support::{Fake, TOOLS};
+use crate::support::client::handle;
+use crate::support::{Caller, Fake, Mcp, TOOLS};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::routing::any;
-use emergent_workspace_mcp::{Config, WorkspaceMcp};
+use bytes::Bytes;
+use emergent_workspace_mcp::Config;
 use rmcp::model::{CallToolRequestParams, ProtocolVersion};
 use rmcp::transport::StreamableHttpClientTransport;
 use rmcp::{ClientLifecycleMode, ClientServiceExt as _};
 use serde_json::json;
 
-async fn listen(mcp: Arc<WorkspaceMcp>) -> String {
+async fn listen(mcp: Arc<Mcp>) -> String {
     let handle = move |request: Request| {
         let mcp = mcp.clone();
-        async move { mcp.handle(request).await.map(Body::new) }
+        async move {
+            let (parts, body) = request.into_parts();
+            let body: Bytes = axum::body::to_bytes(body, 1 << 20).await.unwrap();
+            let request = http::Request::from_parts(parts, body.into());
+            handle(&mcp, &Caller("nobody", 0), request).await.map(Body::new)
+        }
     };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();

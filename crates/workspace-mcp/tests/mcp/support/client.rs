@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use emergent_workspace_mcp::{ResponseBody, WorkspaceMcp};
+use emergent_mcp_http::ResponseBody;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use serde_json::{Value, json};
 
-use super::Caller;
+use super::{Caller, Mcp};
 
 pub const LEGACY: &str = "2025-11-25";
 pub const MODERN: &str = "2026-07-28";
@@ -16,23 +16,28 @@ pub const ERAS: [&str; 2] = [LEGACY, MODERN];
 
 /// A client of one version of the protocol.
 pub struct Client {
-    pub mcp: Arc<WorkspaceMcp>,
+    pub mcp: Arc<Mcp>,
     pub version: &'static str,
     pub session: Option<String>,
-    pub caller: Option<Caller>,
-    /// What the server said of itself.
+    pub caller: Caller,
+    /// The result of `initialize` or `server/discover`.
     pub info: Value,
 }
 
 impl Client {
     /// A client that has introduced itself.
-    pub async fn connect(mcp: &Arc<WorkspaceMcp>, version: &'static str) -> Self {
-        let mut client = Self { mcp: mcp.clone(), version, session: None, caller: None, info: Value::Null };
+    pub async fn connect(mcp: &Arc<Mcp>, version: &'static str) -> Self {
+        Self::connect_as(mcp, version, Caller("nobody", 0)).await
+    }
+
+    /// A client of this caller.
+    pub async fn connect_as(mcp: &Arc<Mcp>, version: &'static str, caller: Caller) -> Self {
+        let mut client = Self { mcp: mcp.clone(), version, session: None, caller, info: Value::Null };
         if version == MODERN {
             client.info = client.ask("server/discover", json!({})).await["result"].clone();
             return client;
         }
-        let (response, session) = initialize(mcp, version).await;
+        let (response, session) = initialize_as(mcp, version, &client.caller).await;
         client.info = only(response).await["result"].clone();
         client.session = session;
         let status = client.tell("notifications/initialized", json!({})).await;
@@ -59,16 +64,17 @@ impl Client {
             request = request.header("mcp-session-id", session);
         }
         let body = json!({"jsonrpc": "2.0", "id": id, "method": method, "params": params});
-        let mut request = request.body(Full::<Bytes>::from(body.to_string())).unwrap();
-        if let Some(caller) = &self.caller {
-            request.extensions_mut().insert(caller.clone());
-        }
-        request
+        request.body(Full::<Bytes>::from(body.to_string())).unwrap()
+    }
+
+    /// Sends a request of any kind.
+    pub async fn handle(&self, request: Request<Full<Bytes>>) -> Response<ResponseBody> {
+        handle(&self.mcp, &self.caller, request).await
     }
 
     /// Sends a request and gives its answer as it comes.
     pub async fn send(&self, id: u64, method: &str, params: Value) -> Messages {
-        Messages::of(self.mcp.handle(self.request(id, method, params)).await)
+        Messages::of(self.handle(self.request(id, method, params)).await)
     }
 
     /// Sends a request and gives its one answer.
@@ -94,19 +100,27 @@ impl Client {
             request = request.header("mcp-session-id", session);
         }
         let body = json!({"jsonrpc": "2.0", "method": method, "params": params});
-        self.mcp.handle(request.body(Full::<Bytes>::from(body.to_string())).unwrap()).await.status()
+        self.handle(request.body(Full::<Bytes>::from(body.to_string())).unwrap()).await.status()
     }
 
     /// Ends the session.
     pub async fn delete(&self) -> StatusCode {
         let request = message("DELETE").header("mcp-session-id", self.session.as_deref().unwrap());
-        self.mcp.handle(request.body(Full::<Bytes>::default()).unwrap()).await.status()
+        self.handle(request.body(Full::<Bytes>::default()).unwrap()).await.status()
     }
 
     /// Opens the stream that belongs to no request.
     pub async fn listen(&self) -> Response<ResponseBody> {
-        let request = message("GET").header("mcp-session-id", self.session.as_deref().unwrap());
-        self.mcp.handle(request.body(Full::<Bytes>::default()).unwrap()).await
+        self.listen_after(None).await
+    }
+
+    /// Continues a stream after an event.
+    pub async fn listen_after(&self, event: Option<&str>) -> Response<ResponseBody> {
+        let mut request = message("GET").header("mcp-session-id", self.session.as_deref().unwrap());
+        if let Some(event) = event {
+            request = request.header("last-event-id", event);
+        }
+        self.handle(request.body(Full::<Bytes>::default()).unwrap()).await
     }
 }
 
@@ -121,12 +135,31 @@ pub fn message(method: &str) -> http::request::Builder {
 }
 
 /// Sends `initialize`, and gives the answer and the session's id.
-pub async fn initialize(mcp: &WorkspaceMcp, version: &str) -> (Response<ResponseBody>, Option<String>) {
+pub async fn initialize(mcp: &Mcp, version: &str) -> (Response<ResponseBody>, Option<String>) {
+    initialize_as(mcp, version, &Caller("nobody", 0)).await
+}
+
+async fn initialize_as(
+    mcp: &Mcp,
+    version: &str,
+    caller: &Caller,
+) -> (Response<ResponseBody>, Option<String>) {
     let body = json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
         "protocolVersion": version, "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}});
-    let response = mcp.handle(message("POST").body(Full::<Bytes>::from(body.to_string())).unwrap()).await;
+    let request = message("POST").body(Full::<Bytes>::from(body.to_string())).unwrap();
+    let response = handle(mcp, caller, request).await;
     let session = response.headers().get("mcp-session-id").map(|id| id.to_str().unwrap().to_owned());
     (response, session)
+}
+
+/// Sends a request, and writes a refusal as the server's error body.
+pub async fn handle(mcp: &Mcp, caller: &Caller, request: Request<Full<Bytes>>) -> Response<ResponseBody> {
+    mcp.handle(caller, request).await.unwrap_or_else(|refusal| {
+        let body = json!({"error": {"message": refusal.to_string()}}).to_string();
+        let mut response = Response::new(Full::<Bytes>::from(body).boxed_unsync());
+        *response.status_mut() = refusal.status();
+        response
+    })
 }
 
 /// The one message of an answer.
@@ -143,6 +176,8 @@ pub struct Messages {
     pub is_stream: bool,
     /// Events without a message.
     pub priming: usize,
+    /// The id of the last event.
+    pub last_event: Option<String>,
     body: ResponseBody,
     text: String,
 }
@@ -155,9 +190,20 @@ impl Messages {
             status: response.status(),
             is_stream,
             priming: 0,
+            last_event: None,
             body: response.into_body(),
             text: String::new(),
         }
+    }
+
+    /// Waits for the first event, and gives its id.
+    pub async fn first_event_id(&mut self) -> String {
+        while !self.text.contains("\n\n") {
+            let bytes = self.body.frame().await.unwrap().unwrap().into_data().unwrap();
+            self.text.push_str(std::str::from_utf8(&bytes).unwrap());
+        }
+        let id = self.text.lines().find_map(|line| line.strip_prefix("id:"));
+        id.unwrap().trim().to_owned()
     }
 
     /// The next message; none at the end.
@@ -167,6 +213,8 @@ impl Messages {
                 && let Some((event, rest)) = self.text.split_once("\n\n")
             {
                 let data: String = event.lines().filter_map(|line| line.strip_prefix("data:")).collect();
+                let id = event.lines().find_map(|line| line.strip_prefix("id:"));
+                self.last_event = id.map(|id| id.trim().to_owned()).or(self.last_event.take());
                 let is_comment = event.lines().all(|line| line.starts_with(':'));
                 self.text = rest.to_owned();
                 match data.trim() {

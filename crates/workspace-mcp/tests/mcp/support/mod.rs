@@ -6,6 +6,7 @@ pub mod client;
 use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
+use emergent_mcp_http::Limits;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use emergent_workspace_mcp::{
     Call, Config, Hints, OutputSink, ToolContent, ToolDescription, ToolResult, Tools, WorkspaceMcp,
@@ -26,7 +27,7 @@ pub const TOOLS: [&str; 4] = ["bash", "read", "picture", "grep"];
 /// | `listen` | prints the texts that the test gives, until it gives `None` |
 /// | `flood` | prints for ever, as fast as it can, until the test gives a text |
 /// | `panic` | panics |
-/// | `who` | prints the caller |
+/// | `who` | prints the caller's name and the number of its request |
 pub struct Fake {
     pub allowed: Mutex<Vec<&'static str>>,
     described: Vec<ToolDescription>,
@@ -38,9 +39,31 @@ pub struct Fake {
     said: AsyncMutex<mpsc::UnboundedReceiver<Option<String>>>,
 }
 
-/// The caller, as an access check would attach it to a request.
+/// The caller, as access control would identify it. The number differs between requests of one caller.
 #[derive(Clone, Debug)]
-pub struct Caller(pub &'static str);
+pub struct Caller(pub &'static str, pub u32);
+
+impl emergent_mcp_http::Caller for Caller {
+    type Owner = &'static str;
+
+    fn owner(&self) -> &'static str {
+        self.0
+    }
+}
+
+pub type Mcp = WorkspaceMcp<Caller>;
+
+/// Limits under which a request that waits is answered by events at once.
+pub fn events_at_once() -> Config {
+    let http = Limits { events_after: std::time::Duration::ZERO, ..Limits::default() };
+    Config { http, ..Config::default() }
+}
+
+pub fn with_sessions(sessions: usize) -> Config {
+    let mut config = events_at_once();
+    config.http.sessions = sessions;
+    config
+}
 
 impl Default for Fake {
     fn default() -> Self {
@@ -80,7 +103,7 @@ impl Drop for Running<'_> {
 }
 
 impl Fake {
-    pub fn serve(self, config: Config) -> (Arc<Self>, Arc<WorkspaceMcp>) {
+    pub fn serve(self, config: Config) -> (Arc<Self>, Arc<Mcp>) {
         let fake = Arc::new(self);
         let mcp = Arc::new(WorkspaceMcp::new(fake.clone(), config));
         (fake, mcp)
@@ -104,7 +127,7 @@ impl Fake {
         self.dropped.subscribe().wait_for(|dropped| *dropped == count).await.unwrap();
     }
 
-    async fn bash(&self, command: &str, output: Option<OutputSink>, http: &http::Extensions) -> ToolResult {
+    async fn bash(&self, command: &str, output: Option<OutputSink>, caller: &Caller) -> ToolResult {
         self.running.send_modify(|count| *count += 1);
         let mut running = Running { fake: self, ended: false };
         let (mut stdout, mut exit_code) = (String::new(), 0);
@@ -129,7 +152,7 @@ impl Fake {
                 }
             }
             "panic" => panic!("as the test wants"),
-            "who" => stdout = http.get::<Caller>().map_or("nobody", |caller| caller.0).to_owned(),
+            "who" => stdout = format!("{} {}", caller.0, caller.1),
             command => stdout = format!("{}\n", command.trim_start_matches("echo ")),
         }
         running.ended = true;
@@ -139,21 +162,21 @@ impl Fake {
 }
 
 #[async_trait]
-impl Tools for Fake {
+impl Tools<Caller> for Fake {
     fn all(&self) -> &[ToolDescription] {
         &self.described
     }
 
-    fn is_allowed(&self, name: &str, _http: &http::Extensions) -> bool {
+    fn is_allowed(&self, name: &str, _: &Caller) -> bool {
         self.allowed.lock().unwrap().contains(&name)
     }
 
-    async fn call(&self, call: Call) -> Result<ToolResult, ErrorDetail> {
-        let Call { name, arguments, output, http } = call;
+    async fn call(&self, call: Call<Caller>) -> Result<ToolResult, ErrorDetail> {
+        let Call { name, arguments, output, caller } = call;
         let text = |name: &str| arguments.get(name).and_then(Value::as_str);
         match name.as_str() {
             "bash" => match text("command") {
-                Some(command) => Ok(self.bash(command, output, &http).await),
+                Some(command) => Ok(self.bash(command, output, &caller).await),
                 None => {
                     let message = "the arguments can't be read: missing field `command`";
                     Err(ErrorDetail::new(ErrorCode::BadRequest, message))

@@ -1,12 +1,14 @@
-//! Messages on their way to a client, numbered so that a client that lost its connection can go on where it was.
+//! Messages on their way to a client, numbered so that a client that lost its connection can continue.
+//!
+//! Writing never waits. A full log drops its oldest messages; the newest, which may be the answer, is always kept.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-/// What is kept of a stream for a client that may come back.
-const MAX_EVENTS: usize = 256;
+/// The messages of a stream that are kept for a client that may come back.
+pub(crate) const MAX_EVENTS: usize = 256;
 const MAX_BYTES: usize = 4 << 20;
 
 #[derive(Default)]
@@ -15,10 +17,10 @@ struct State {
     events: VecDeque<Arc<str>>,
     dropped: u64,
     bytes: usize,
-    /// Up to where a client has been sent.
+    /// The number of the last message that was sent to a client.
     delivered: u64,
     is_ended: bool,
-    /// Whoever reads it now; a later reader takes its place.
+    /// The current reader; a later reader replaces it.
     reader: u64,
 }
 
@@ -29,14 +31,14 @@ pub(crate) struct EventLog {
     changed: Notify,
 }
 
-/// What a reader gets.
+/// The next item for a reader.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// The next message and its number.
+    /// A message and its number.
     Event(u64, Arc<str>),
-    /// There are no more.
+    /// The stream has ended.
     Ended,
-    /// Another reads now.
+    /// Another reader has taken over.
     Replaced,
 }
 
@@ -45,7 +47,7 @@ impl EventLog {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a message. What nobody has read is dropped when there is too much of it.
+    /// Adds a message.
     pub(crate) fn push(&self, message: &str) {
         let mut state = self.state();
         state.bytes += message.len();
@@ -58,18 +60,18 @@ impl EventLog {
         self.changed.notify_waiters();
     }
 
-    /// There will be no more.
+    /// Ends the stream. Readers still get the messages that are kept.
     pub(crate) fn end(&self) {
         self.state().is_ended = true;
         self.changed.notify_waiters();
     }
 
-    /// Whether there will be no more.
+    /// Whether the stream has ended.
     pub(crate) fn is_ended(&self) -> bool {
         self.state().is_ended
     }
 
-    /// Begins to read after this number, or where the last reader was. Takes the place of that one.
+    /// Begins to read after this number, or after the last message that was sent. Replaces the current reader.
     pub(crate) fn open(&self, after: Option<u64>) -> Cursor {
         let mut state = self.state();
         state.reader += 1;
@@ -111,7 +113,7 @@ impl EventLog {
     }
 }
 
-/// Where a reader is.
+/// A reader and its position.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cursor {
     reader: u64,
@@ -134,7 +136,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reader_goes_on_where_it_was_and_another_takes_its_place() {
+    async fn a_second_reader_replaces_the_first_and_continues_after_its_event() {
         let log = EventLog::default();
         (1..=3).for_each(|n| log.push(&n.to_string()));
         let mut first = log.open(None);
@@ -147,7 +149,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_nobody_reads_is_bounded() {
+    async fn a_log_that_is_not_read_stays_within_its_bounds() {
         let log = EventLog::default();
         (0..10_000).for_each(|n| log.push(&n.to_string()));
         let mut cursor = log.open(None);

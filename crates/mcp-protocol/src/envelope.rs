@@ -1,7 +1,7 @@
 //! JSON-RPC messages as they are: the members of the outermost object, in their order, each as raw text.
 //!
-//! A message is forwarded by writing its members again with one or two of them replaced. So whatever the bridge does not
-//! know (fields of later versions, numbers of any form, their order) arrives as it was sent.
+//! A message is forwarded by writing its members again with one or two of them replaced. So fields of later versions, the form
+//! of numbers and the order of members arrive as they were sent.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -9,6 +9,8 @@ use std::fmt;
 use serde::Deserializer;
 use serde::de::{MapAccess, Visitor};
 use serde_json::value::RawValue;
+
+use crate::codes;
 
 /// The members of an object, in order.
 #[derive(Clone, Debug)]
@@ -78,29 +80,29 @@ impl<'a> Members<'a> {
     }
 }
 
-/// What a message is.
+/// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It wants an answer.
+    /// Expects an answer.
     Request,
-    /// It wants none.
+    /// Expects no answer.
     Notification,
-    /// It is one.
+    /// Is an answer.
     Response,
 }
 
 /// A message that is JSON-RPC.
 #[derive(Clone, Debug)]
 pub struct Message<'a> {
-    /// Its members.
+    /// The members of the outermost object.
     pub members: Members<'a>,
-    /// What it is.
+    /// Request, notification or response.
     pub kind: Kind,
     /// The method of a request or notification.
     pub method: Option<String>,
 }
 
-/// Not a message of JSON-RPC 2.0.
+/// A text that is not a message of JSON-RPC 2.0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadMessage {
     /// Not JSON.
@@ -112,29 +114,13 @@ pub enum BadMessage {
 }
 
 impl BadMessage {
-    /// Its code in JSON-RPC.
+    /// The code of the JSON-RPC error.
     pub const fn code(self) -> i64 {
         match self {
             BadMessage::NotJson => codes::PARSE_ERROR,
             BadMessage::NotRpc => codes::INVALID_REQUEST,
         }
     }
-}
-
-/// Codes of JSON-RPC errors.
-pub mod codes {
-    /// Not JSON.
-    pub const PARSE_ERROR: i64 = -32700;
-    /// Not a request.
-    pub const INVALID_REQUEST: i64 = -32600;
-    /// No such method.
-    pub const METHOD_NOT_FOUND: i64 = -32601;
-    /// A fault of the receiver.
-    pub const INTERNAL_ERROR: i64 = -32603;
-    /// The process ended, or is not there.
-    pub const SERVER_GONE: i64 = -32000;
-    /// No answer in time.
-    pub const TIMED_OUT: i64 = -32001;
 }
 
 impl<'a> Message<'a> {
@@ -182,9 +168,14 @@ impl<'a> Message<'a> {
         Members::of(self.params()?)?.get(name)
     }
 
-    /// The token that its sender wants to hear of progress under: `params._meta.progressToken`.
+    /// The metadata of a request or notification: `params._meta`.
+    pub fn meta(&self) -> Option<Members<'a>> {
+        Members::of(self.param("_meta")?)
+    }
+
+    /// The token for notifications of progress: `params._meta.progressToken`.
     pub fn progress_token(&self) -> Option<&'a str> {
-        Members::of(self.param("_meta")?)?.get("progressToken")
+        self.meta()?.get("progressToken")
     }
 
     /// The message on one line, with some members replaced. Without the end of the line.
@@ -206,7 +197,7 @@ impl<'a> Message<'a> {
     }
 }
 
-/// A request's id: the same however it is written.
+/// The id of a request. Two spellings of one text are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Id {
     /// A number, as it is written.
@@ -225,8 +216,8 @@ impl Id {
         }
     }
 
-    /// One of the bridge's own ids.
-    pub fn as_own(&self) -> Option<u64> {
+    /// The id as a whole number.
+    pub fn as_number(&self) -> Option<u64> {
         match self {
             Id::Number(text) => text.parse().ok(),
             Id::Text(_) => None,
@@ -234,7 +225,7 @@ impl Id {
     }
 }
 
-/// Appends JSON without the ends of lines that it may have between its tokens: a line is a message.
+/// Appends JSON without the line breaks between its tokens, because one line is one message.
 fn push_line(out: &mut String, json: &str) {
     if !json.bytes().any(|byte| byte == b'\n' || byte == b'\r') {
         out.push_str(json);
@@ -244,7 +235,7 @@ fn push_line(out: &mut String, json: &str) {
     out.extend(json.chars().filter(|c| !matches!(c, '\n' | '\r')));
 }
 
-/// An answer with this result.
+/// An answer with a result.
 pub fn result_line(id: &str, result: &str) -> String {
     let mut line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":");
     push_line(&mut line, result);
@@ -258,7 +249,21 @@ pub fn error_line(id: &str, code: i64, message: &str) -> String {
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"error\":{{\"code\":{code},\"message\":{message}}}}}")
 }
 
-/// The code of an answer's error, if it is one.
+/// An answer with an error that has data for programs.
+pub fn error_with_data(id: &str, code: i64, message: &str, data: &serde_json::Value) -> String {
+    let message = serde_json::Value::from(message);
+    format!(
+        "{{\"jsonrpc\":\"2.0\",\"id\":{id},\"error\":{{\"code\":{code},\"message\":{message},\"data\":{data}}}}}"
+    )
+}
+
+/// An error for a request whose id is unknown.
+pub fn error_without_id(code: i64, message: &str) -> String {
+    let message = serde_json::Value::from(message);
+    format!("{{\"jsonrpc\":\"2.0\",\"error\":{{\"code\":{code},\"message\":{message}}}}}")
+}
+
+/// The code of an answer's error; none when the answer is a result.
 pub fn error_code(line: &str) -> Option<i64> {
     Members::of(Members::of(line)?.get("error")?)?.get("code")?.parse().ok()
 }
@@ -271,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_is_not_replaced_arrives_as_it_was_sent() {
+    fn members_that_are_not_replaced_are_forwarded_byte_for_byte() {
         let text = r#"{ "id": 7, "x-unknown": [1.0, 1e400, 12345678901234567890],
             "jsonrpc":"2.0","method":"tools/call",
             "params": {"z":1,"_meta":{"b":1,"progressToken":"p","a":1.10},"name":"\u0061\n"}}"#;
@@ -289,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_told_apart() {
+    fn requests_notifications_and_responses_are_told_apart() {
         let kind = |text: &str| Message::parse(text).map(|message| message.kind);
         assert_eq!(kind(r#"{"jsonrpc":"2.0","id":"a","method":"ping"}"#), Ok(Kind::Request));
         assert_eq!(kind(r#"{"jsonrpc":"2.0","method":"x"}"#), Ok(Kind::Notification));
@@ -329,7 +334,7 @@ mod tests {
     }
 
     proptest! {
-        /// However a message is laid out, it leaves on one line and means the same.
+        /// A message with line breaks is written on one line and keeps its meaning.
         #[test]
         fn a_message_leaves_on_one_line(params in json(), extra in json()) {
             let message = serde_json::json!({ "jsonrpc": "2.0", "id": 5, "method": "m", "params": params, "extra": extra });

@@ -1,0 +1,14 @@
+//! The limits of a bridge.
+
+/// The longest line of a process.
+pub const MAX_LINE_BYTES: usize = 8 << 20;
+/// The bytes that wait to be written to a process.
+pub(crate) const MAX_QUEUED_BYTES: usize = 16 << 20;
+/// The messages that wait to be written to a process.
+pub(crate) const MAX_QUEUED: usize = 256;
+/// The messages that wait for a client. Further notifications are dropped; the answer always has a place.
+pub(crate) const CLIENT_QUEUE: usize = 64;
+/// The requests that wait for answers.
+pub(crate) const MAX_PENDING: usize = 4096;
+/// The requests of the process that wait for the client's answer.
+pub(crate) const MAX_ASKED: usize = 256;
