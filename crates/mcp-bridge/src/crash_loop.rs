@@ -1,4 +1,4 @@
-//! When a process that ended is started again: a pure state machine, which is told the time.
+//! The pause before a crashed process is restarted: a pure state machine; the time is an argument.
 //!
 //! ```text
 //!            ┌─────────────── a quiet minute, or a restart by hand ───────────────┐
@@ -9,11 +9,11 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Crashes are counted over this time.
+/// The time over which crashes are counted.
 pub const WINDOW: Duration = Duration::from_secs(60);
-/// So many in it are borne.
-pub const BORNE: usize = 3;
-/// The pauses after that.
+/// The crashes in that time without a pause.
+pub const MAX_RECENT: usize = 3;
+/// The pauses after further crashes. The last one repeats.
 pub const PAUSES: [Duration; 5] = [
     Duration::from_secs(5),
     Duration::from_secs(15),
@@ -26,50 +26,50 @@ pub const PAUSES: [Duration; 5] = [
 #[derive(Clone, Debug, Default)]
 pub struct CrashLoop {
     recent: VecDeque<Instant>,
-    /// Pauses that were made; they count until the process has run for a while.
+    /// The pauses since the process last ran for [`WINDOW`].
     pauses: usize,
 }
 
-/// What to do after a crash.
+/// The decision after a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Verdict {
-    /// Start it again after this.
+    /// The pause before the restart.
     pub pause: Duration,
-    /// It crashes again and again: somebody should know. Only the first time.
+    /// Whether this is the first pause of a crash loop, which is reported.
     pub alert: bool,
 }
 
 impl CrashLoop {
-    /// A process that was started at `started` has crashed.
+    /// Decides after a crash at `now` of a process that was started at `started`.
     pub fn crashed(&mut self, started: Instant, now: Instant) -> Verdict {
         if now.saturating_duration_since(started) >= WINDOW {
             *self = Self::default();
         }
         self.recent.push_back(now);
-        // During a pause nothing can crash, so what is counted are crashes with a pause between them as well.
+        // Nothing runs during a pause, so crashes on both sides of a pause are counted together.
         while self.recent.front().is_some_and(|at| now.saturating_duration_since(*at) > WINDOW) {
             self.recent.pop_front();
         }
-        if self.pauses == 0 && self.recent.len() <= BORNE {
+        if self.pauses == 0 && self.recent.len() <= MAX_RECENT {
             return Verdict { pause: Duration::ZERO, alert: false };
         }
         let pause = PAUSES[self.pauses.min(PAUSES.len() - 1)];
         self.pauses += 1;
-        self.recent.truncate(BORNE + 1);
+        self.recent.truncate(MAX_RECENT + 1);
         Verdict { pause, alert: self.pauses == 1 }
     }
 
-    /// Somebody restarted it by hand.
+    /// Forgets all crashes, after a restart by hand.
     pub fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// Whether it is being held back.
+    /// Whether the next crash is followed by a pause.
     pub fn is_looping(&self) -> bool {
         self.pauses > 0
     }
 
-    /// Crashes in the last minute.
+    /// The number of crashes in the last minute.
     pub fn recent(&self, now: Instant) -> usize {
         self.recent.iter().filter(|at| now.saturating_duration_since(**at) <= WINDOW).count()
     }
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn after_three_crashes_in_a_minute_it_waits_longer_and_longer() {
+    fn pauses_grow_after_three_crashes_in_a_minute() {
         let (mut crashes, mut now) = (CrashLoop::default(), Instant::now());
         let pauses = crash_often(&mut crashes, &mut now, 10);
         assert_eq!(pauses, [0, 0, 0, 5, 15, 45, 120, 300, 300, 300]);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn who_runs_for_a_minute_is_trusted_again() {
+    fn a_process_that_ran_for_a_minute_is_restarted_at_once_again() {
         let (mut crashes, mut now) = (CrashLoop::default(), Instant::now());
         crash_often(&mut crashes, &mut now, 6);
         assert!(crashes.is_looping());
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn three_crashes_a_minute_are_borne_for_ever() {
+    fn three_crashes_a_minute_never_cause_a_pause() {
         let (mut crashes, mut now) = (CrashLoop::default(), Instant::now());
         for _ in 0..50 {
             let lived = Duration::from_millis(20_100);
@@ -136,7 +136,7 @@ mod tests {
                 }
                 prop_assert!(verdict.pause >= last);
                 prop_assert!(verdict.pause == Duration::ZERO || PAUSES.contains(&verdict.pause));
-                prop_assert!(crashes.recent.len() <= BORNE + 2);
+                prop_assert!(crashes.recent.len() <= MAX_RECENT + 2);
                 alerts += usize::from(verdict.alert);
                 prop_assert!(alerts <= 1);
                 prop_assert_eq!(crashes.is_looping(), verdict.pause > Duration::ZERO);

@@ -1,4 +1,4 @@
-//! What a server writes to standard error, and what happens to it: the last lines, and those that come.
+//! The journal of a server: its standard error and the supervisor's notes. Keeps the last lines, and reports new ones.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,11 +15,11 @@ const MAX_LINE_BYTES: usize = 4096;
 /// A line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Its number, from 1 on, without a gap.
+    /// The number, from 1 on, without gaps.
     pub number: u64,
     /// Whether the supervisor wrote it, and not the server.
     pub is_note: bool,
-    /// What it says.
+    /// The line without its end.
     pub text: String,
 }
 
@@ -33,7 +33,7 @@ struct State {
     is_cut: bool,
 }
 
-/// The journal of one server. Bounded: what is new pushes out what is old.
+/// The journal of one server. New lines push out old ones.
 pub struct Journal {
     state: Mutex<State>,
     newest: watch::Sender<u64>,
@@ -50,7 +50,7 @@ impl Journal {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes what the server wrote.
+    /// Adds output of the server.
     pub fn write(&self, bytes: &[u8]) {
         let mut state = self.state();
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -70,7 +70,7 @@ impl Journal {
         self.newest.send_replace(newest);
     }
 
-    /// Takes a note of the supervisor's.
+    /// Adds a note of the supervisor.
     pub fn note(&self, text: impl Into<String>) {
         let mut state = self.state();
         if !state.partial.is_empty() {
@@ -82,7 +82,7 @@ impl Journal {
         self.newest.send_replace(newest);
     }
 
-    /// The lines after this number, at most so many of the last ones.
+    /// The lines after this number; of more than `most` the last ones.
     pub fn after(&self, number: u64, most: usize) -> Vec<Entry> {
         let state = self.state();
         let fresh = state.entries.iter().filter(|entry| entry.number > number);
@@ -103,7 +103,7 @@ impl Journal {
         tail.join("\n")
     }
 
-    /// Tells when there is more.
+    /// Changes to the number of the newest line.
     pub fn watch(&self) -> watch::Receiver<u64> {
         self.newest.subscribe()
     }

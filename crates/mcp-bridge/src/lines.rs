@@ -1,6 +1,6 @@
 //! Lines out of a stream of bytes, with a limit.
 //!
-//! Of a line over the limit only both ends are kept: enough to say whose answer it was.
+//! Of a line over the limit only both ends are kept. They are enough to find the request that it answers.
 
 /// How much of each end of a long line is kept.
 const END_BYTES: usize = 512;
@@ -8,25 +8,25 @@ const END_BYTES: usize = 512;
 /// A line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// A whole one, without its end.
+    /// A whole line, without its end.
     Whole(Vec<u8>),
-    /// One that was over the limit.
+    /// A line over the limit.
     TooLong {
-        /// How it begins.
+        /// The beginning of the line.
         head: Vec<u8>,
-        /// How it ends.
+        /// The end of the line.
         tail: Vec<u8>,
-        /// How long it was.
+        /// The length of the line.
         bytes: u64,
     },
 }
 
-/// Takes bytes, gives lines.
+/// Cuts a stream of bytes into lines.
 #[derive(Debug)]
 pub(crate) struct Lines {
     limit: usize,
     buffer: Vec<u8>,
-    /// How long the current line is, once it is over the limit.
+    /// The length of the current line, once it is over the limit.
     long: Option<u64>,
 }
 
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_end_as_they_may() {
+    fn lines_end_with_lf_or_crlf_and_empty_lines_are_left_out() {
         let found = lines(9000, &[b"one\r\n", b"tw", b"o\n\n\r\nthree"]);
         assert_eq!(found, [Line::Whole(b"one".to_vec()), Line::Whole(b"two".to_vec())]);
     }

@@ -1,4 +1,4 @@
-//! The bridge with a process that the test plays.
+//! The bridge, with the test as its process.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -83,7 +83,7 @@ async fn two_clients_with_the_same_id_get_their_own_answers() {
 }
 
 #[tokio::test]
-async fn progress_goes_to_who_asked_with_the_token_it_gave() {
+async fn progress_goes_to_the_client_of_the_request_with_its_own_token() {
     let mut world = World::new(Role::Shared);
     let client = world.bridge.visitor();
     let with_token = json!({ "name": "t", "_meta": { "progressToken": "abc", "other": 1.50 } });
@@ -104,7 +104,7 @@ async fn progress_goes_to_who_asked_with_the_token_it_gave() {
 }
 
 #[tokio::test]
-async fn answers_that_nobody_waits_for_harm_nobody() {
+async fn unexpected_answers_are_ignored() {
     let mut world = World::new(Role::Shared);
     let client = world.bridge.visitor();
     let mut exchange = world.ask(client, &request(&json!(7), "a", &json!({}))).await;
@@ -134,7 +134,7 @@ async fn a_time_out_cancels_the_request_and_the_late_answer_is_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn progress_gives_a_request_its_time_again() {
+async fn progress_restarts_the_time_of_a_request() {
     let mut world = World::new(Role::Shared);
     let client = world.bridge.visitor();
     let params = json!({ "_meta": { "progressToken": 1 } });
@@ -187,7 +187,7 @@ async fn dropping_a_request_cancels_it() {
 }
 
 #[tokio::test]
-async fn when_the_process_ends_everybody_is_told_and_the_next_one_is_initialized_again() {
+async fn the_end_of_the_process_fails_all_requests_and_the_next_process_is_initialized() {
     let bridge = Bridge::new("test", Role::Shared);
     let mut world = World { outgoing: bridge.open(), bridge };
     let starting = tokio::spawn({
@@ -227,7 +227,7 @@ async fn when_the_process_ends_everybody_is_told_and_the_next_one_is_initialized
 }
 
 #[tokio::test]
-async fn subscriptions_are_counted_and_only_subscribers_are_told() {
+async fn a_subscription_lasts_until_its_last_client_and_only_subscribers_get_its_updates() {
     let mut world = World::new(Role::Shared);
     let (a, mut told_a) = world.bridge.join();
     let (b, mut told_b) = world.bridge.join();
@@ -255,7 +255,7 @@ async fn subscriptions_are_counted_and_only_subscribers_are_told() {
 }
 
 #[tokio::test]
-async fn a_shared_process_can_ask_nobody_and_an_exclusive_one_its_client() {
+async fn requests_of_a_shared_process_are_refused_and_those_of_an_exclusive_one_reach_its_client() {
     let ask =
         json!({ "jsonrpc": "2.0", "id": "q", "method": "sampling/createMessage", "params": { "n": 1 } });
     let mut shared = World::new(Role::Shared);
@@ -282,7 +282,7 @@ async fn a_shared_process_can_ask_nobody_and_an_exclusive_one_its_client() {
 }
 
 #[tokio::test]
-async fn who_does_not_read_misses_notifications_but_never_the_answer() {
+async fn a_client_that_does_not_read_misses_notifications_but_never_the_answer() {
     let mut world = World::new(Role::Shared);
     let (client, _told) = world.bridge.join();
     let params = json!({ "_meta": { "progressToken": 1 } });
@@ -327,7 +327,7 @@ async fn an_answer_that_is_too_long_fails_its_request_wherever_its_id_stands() {
 }
 
 #[tokio::test]
-async fn subscriptions_of_the_modern_era_are_told_apart_by_their_tag() {
+async fn a_notification_of_the_modern_era_goes_to_the_subscription_in_its_meta() {
     const TAG: &str = "io.modelcontextprotocol/subscriptionId";
     let mut world = World::new(Role::Shared);
     let (a, b) = (world.bridge.visitor(), world.bridge.visitor());
@@ -346,4 +346,28 @@ async fn subscriptions_of_the_modern_era_are_told_apart_by_their_tag() {
         &json!({ "jsonrpc": "2.0", "id": asked_b["id"], "result": { "_meta": { TAG: asked_b["id"] } } }),
     );
     assert_eq!(item(&mut second).await["result"]["_meta"][TAG], "b");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_an_answer_of_the_process_fails_with_a_typed_error() {
+    let mut world = World::new(Role::Shared);
+    let client = world.bridge.visitor();
+    let within = Duration::from_millis(50);
+    let mut late = world.ask_within(client, &request(&json!(1), "slow", &json!({})), within).await;
+    let Some(Item::Failed { error, line }) = late.next().await else { panic!("no failure") };
+    assert_eq!(error, BridgeError::TimedOut(50));
+    assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["error"]["code"], -32001);
+    // The same code from the process itself is an answer like any other.
+    let mut own = world.ask(client, &request(&json!(2), "x", &json!({}))).await;
+    let mut asked = world.read_one().await;
+    while asked["method"] != "x" {
+        asked = world.read_one().await;
+    }
+    let error = json!({ "code": -32001, "message": "the MCP server has not answered within 5 ms" });
+    world.say(&json!({ "jsonrpc": "2.0", "id": asked["id"], "error": error }));
+    assert!(matches!(own.next().await, Some(Item::Answer(_))));
+    let mut lost = world.ask(client, &request(&json!(3), "x", &json!({}))).await;
+    world.bridge.close("it ended", true);
+    let Some(Item::Failed { error, .. }) = lost.next().await else { panic!("no failure") };
+    assert_eq!(error, BridgeError::Down("it ended".into()));
 }

@@ -8,8 +8,10 @@ mod support;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::any;
+use emergent_mcp_http::OriginPolicy;
 use emergent_workspace_mcp::Config;
 use support::Caller;
 
@@ -20,6 +22,9 @@ async fn main() -> std::io::Result<()> {
     let handle = move |request: Request| {
         let mcp = mcp.clone();
         async move {
+            if let Err(refusal) = OriginPolicy::default().check(request.headers()) {
+                return (StatusCode::FORBIDDEN, refusal.to_string()).into_response();
+            }
             let answer: Response = match mcp.handle(&Caller("nobody", 0), request).await {
                 Ok(answer) => answer.map(Body::new),
                 Err(refusal) => (refusal.status(), refusal.to_string()).into_response(),

@@ -1,4 +1,4 @@
-//! Servers that speak HTTP by themselves: requests go to their port, their answers come back.
+//! Servers that speak HTTP themselves: forwards requests to their port, and answers back.
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Uri, Version, header};
@@ -7,7 +7,7 @@ use hyper_util::rt::TokioIo;
 
 use crate::mcp::{Hosted, McpHost};
 
-/// Headers that belong to one connection, or to us.
+/// Headers that belong to one connection, or to this server.
 const NOT_FORWARDED: [HeaderName; 9] = [
     header::AUTHORIZATION,
     header::COOKIE,
@@ -20,7 +20,7 @@ const NOT_FORWARDED: [HeaderName; 9] = [
     header::UPGRADE,
 ];
 
-/// Passes a request on, and its answer back.
+/// Forwards a request, and its answer.
 pub(super) async fn forward(
     host: &McpHost,
     hosted: &Hosted,
@@ -41,7 +41,7 @@ pub(super) async fn forward(
     Ok(response)
 }
 
-/// The request as the server gets it.
+/// The request for the server.
 fn forwarded(hosted: &Hosted, request: Request<Body>) -> Result<Request<Body>, ErrorDetail> {
     let (mut parts, body) = request.into_parts();
     let path = hosted.config.path.as_deref().unwrap_or(emergent_wire::mcp::DEFAULT_PATH);
@@ -53,7 +53,7 @@ fn forwarded(hosted: &Hosted, request: Request<Body>) -> Result<Request<Body>, E
     NOT_FORWARDED.iter().for_each(|name| {
         headers.remove(name);
     });
-    // Ours was checked; the server's own check is for pages in a browser that find it on this host.
+    // The Origin policy was applied. The server's own check would compare with its address in the sandbox.
     headers.remove(header::ORIGIN);
     let port = hosted.config.port.unwrap_or_default();
     if let Ok(host) = HeaderValue::from_str(&format!("localhost:{port}")) {
