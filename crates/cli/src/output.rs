@@ -7,6 +7,7 @@ use std::fmt::{self, Display};
 use std::io::{self, IsTerminal, Write};
 
 use anyhow::{Context as _, Result};
+use emergent_wire::unreadable::UnreadableRow;
 
 /// Nobody reads stdout any more.
 #[derive(Debug)]
@@ -50,6 +51,11 @@ pub(crate) fn bytes(bytes: &[u8]) -> Result<()> {
 /// One line on stderr. If nobody reads it, it is lost.
 pub(crate) fn note(text: impl Display) {
     let _ = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// The damaged rows of a list, which its table can't show.
+pub(crate) fn damaged(rows: &[UnreadableRow]) {
+    rows.iter().for_each(|row| note(format_args!("can't be shown: {}", one_line(&row.error))));
 }
 
 /// Exact bytes on stderr.

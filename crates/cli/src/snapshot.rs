@@ -136,6 +136,7 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
             let answer = context.client.call(call).await?;
             context.show(&answer, |list: SnapshotList| {
                 table(&list.snapshots).print()?;
+                output::damaged(&list.unreadable);
                 if list.snapshots.is_empty() {
                     output::note("no snapshots; make one with: emergent snapshot create WORKSPACE");
                 }

@@ -76,7 +76,6 @@ pub(crate) fn code_of_workspace(error: &WorkspaceError) -> ErrorCode {
         WorkspaceError::Call(error) => code_of_call(error),
         WorkspaceError::Checkout(error) => code_of_call(&error.0),
         WorkspaceError::Invalid(detail) | WorkspaceError::Placement(detail) => detail.code,
-        WorkspaceError::Unwritable(_) => ErrorCode::Internal,
         WorkspaceError::ProviderDisabled(_) => ErrorCode::Unavailable,
         WorkspaceError::NoSandbox | WorkspaceError::WrongState { .. } => ErrorCode::WrongState,
         WorkspaceError::IsMcpServer(_) | WorkspaceError::CreatesMcpServer => ErrorCode::Unacceptable,

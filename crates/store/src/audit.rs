@@ -16,14 +16,15 @@ use serde_json::Value;
 use sqlx::types::Json;
 
 use crate::audit_chain::{AuditAnchor, AuditFault, BrokenAudit, ChainedRow, Head, exact_numbers};
-use crate::db::{Db, Lock, finish, in_transaction, reading};
+use crate::db::{Connection, Lock};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
 use crate::page;
+use crate::query::{Table, query};
+use crate::row::{Reader, Row};
 use crate::settings;
-use crate::types::{DbRow, DbTime, DbUuid, Reader, clean, clean_json};
+use crate::types::{clean, clean_json, to_microseconds};
 
-const TABLE: &str = "tool_audit";
 /// The setting that holds the head of the chain.
 pub(crate) const HEAD: &str = "audit_head";
 /// The setting that holds the last row that retention removed.
@@ -33,13 +34,11 @@ const ROWS_AT_ONCE: [usize; 3] = [16, 4, 1];
 /// How many rows `verify_audit` holds in memory.
 const VERIFY_BATCH: i64 = 1000;
 
-macro_rules! columns {
-    () => {
-        "seq, at, actor_token_id, actor_name, workspace_id, session_id, tool, outcome, error_code, duration_ms, \
-         request, request_id, prev_hash, hash"
-    };
-}
-pub(crate) use columns;
+pub(crate) const AUDIT: Table = Table {
+    name: "tool_audit",
+    columns: "seq, at, actor_token_id, actor_name, workspace_id, session_id, tool, outcome, error_code, duration_ms, \
+              request, request_id, prev_hash, hash",
+};
 
 /// How an audited call ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -150,7 +149,7 @@ impl AuditEntry {
     /// The entry as both engines give it back, which is what is hashed.
     fn normalized(mut self) -> Self {
         let clean_some = |text: Option<String>| text.map(|text| clean(&text).into_owned());
-        self.at = DbTime::new(self.at).get();
+        self.at = to_microseconds(self.at);
         self.actor_name = clean_some(self.actor_name);
         self.tool = clean(&self.tool).into_owned();
         self.error_code = clean_some(self.error_code);
@@ -167,14 +166,14 @@ fn insert_of(rows: usize) -> &'static str {
     static ALL: [OnceLock<String>; ROWS_AT_ONCE.len()] = [const { OnceLock::new() }; ROWS_AT_ONCE.len()];
     let which = ROWS_AT_ONCE.iter().position(|size| *size == rows).unwrap_or_default();
     ALL[which].get_or_init(|| {
-        let columns = columns!().split(',').count();
+        let columns = AUDIT.columns.split(',').count();
         let row = |row: usize| {
             let values: Vec<String> =
                 (1..=columns).map(|value| format!("${}", row * columns + value)).collect();
             format!("({})", values.join(", "))
         };
         let values: Vec<String> = (0..rows).map(row).collect();
-        format!("INSERT INTO tool_audit ({}) VALUES {}", columns!(), values.join(", "))
+        format!("INSERT INTO tool_audit ({}) VALUES {}", AUDIT.columns, values.join(", "))
     })
 }
 
@@ -186,9 +185,9 @@ pub(crate) struct AuditRow {
 }
 
 impl AuditRow {
-    pub(crate) fn from_row(row: &impl DbRow) -> Result<Self> {
-        let seq = Reader::with_key(row, TABLE, "(unknown)").unsigned("seq")?;
-        let row = Reader::with_key(row, TABLE, seq);
+    pub(crate) fn from_row(row: &Row) -> Result<Self> {
+        let seq = Reader::with_key(row, AUDIT.name, "(unreadable seq)").unsigned("seq")?;
+        let row = Reader::with_key(row, AUDIT.name, seq);
         let entry = AuditEntry {
             at: row.time("at")?,
             actor_token_id: row.uuid_or_null("actor_token_id")?.map(TokenId),
@@ -206,7 +205,7 @@ impl AuditRow {
     }
 
     /// Reads the row that should follow `head`.
-    pub(crate) fn following(head: Head, row: &impl DbRow) -> Result<Self> {
+    pub(crate) fn following(head: Head, row: &Row) -> Result<Self> {
         Self::from_row(row).map_err(|error| match error {
             // A value that this program never writes is a change like any other.
             StoreError::Corrupt { .. } => {
@@ -232,74 +231,55 @@ impl AuditRow {
 }
 
 /// The recorded head.
-macro_rules! recorded_head {
-    ($connection:expr) => {{
-        let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
-            .bind($crate::audit::HEAD)
-            .fetch_optional(&mut *$connection)
-            .await?;
-        row.map(|row| $crate::audit::read_head(&row)).transpose()?
-    }};
+pub(crate) async fn recorded_head(connection: &mut Connection) -> Result<Option<Head>> {
+    let text = settings::read(connection, HEAD).await?;
+    text.map(|text| {
+        let head = Head::from_text(&text);
+        head.ok_or_else(|| settings::corrupt(HEAD, "it is not a row number and a hash"))
+    })
+    .transpose()
 }
 
 /// The recorded anchor.
-macro_rules! recorded_anchor {
-    ($connection:expr) => {{
-        let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
-            .bind($crate::audit::ANCHOR)
-            .fetch_optional(&mut *$connection)
-            .await?;
-        row.map(|row| $crate::audit::read_anchor(&row)).transpose()?
-    }};
+pub(crate) async fn recorded_anchor(connection: &mut Connection) -> Result<Option<AuditAnchor>> {
+    let text = settings::read(connection, ANCHOR).await?;
+    text.map(|text| {
+        let anchor = AuditAnchor::from_text(&text);
+        anchor.ok_or_else(|| settings::corrupt(ANCHOR, "it is not a row number, a hash and a time"))
+    })
+    .transpose()
 }
 
 /// The head that the first kept row follows.
-macro_rules! recorded_start {
-    ($connection:expr) => {
-        recorded_anchor!($connection).as_ref().and_then(AuditAnchor::head).unwrap_or(Head::EMPTY)
-    };
-}
-pub(crate) use {recorded_anchor, recorded_head, recorded_start};
-
-pub(crate) fn read_head(row: &impl DbRow) -> Result<Head> {
-    let head = Head::from_text(&settings::value(row, HEAD)?);
-    head.ok_or_else(|| settings::corrupt(HEAD, "it is not a row number and a hash".into()))
+pub(crate) async fn recorded_start(connection: &mut Connection) -> Result<Head> {
+    let anchor = recorded_anchor(connection).await?;
+    Ok(anchor.as_ref().and_then(AuditAnchor::head).unwrap_or(Head::EMPTY))
 }
 
-pub(crate) fn read_anchor(row: &impl DbRow) -> Result<AuditAnchor> {
-    let anchor = AuditAnchor::from_text(&settings::value(row, ANCHOR)?);
-    anchor.ok_or_else(|| settings::corrupt(ANCHOR, "it is not a row number, a hash and a time".into()))
-}
-
-/// Goes through the whole log.
-macro_rules! verify_chain {
-    ($connection:expr) => {{
-        let recorded = recorded_head!($connection);
-        let start = recorded_start!($connection);
-        let mut head = start;
-        // From the very first: a row 0 or -1 would be somebody else's.
-        let mut after = i64::MIN;
-        loop {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM tool_audit WHERE seq > $1 ORDER BY seq LIMIT $2"
-            ))
+/// Checks the whole log.
+async fn verify_chain(connection: &mut Connection) -> Result<u64> {
+    let recorded = recorded_head(connection).await?;
+    let start = recorded_start(connection).await?;
+    let mut head = start;
+    // The smallest number, because a row 0 or -1 is not the server's own.
+    let mut after = i64::MIN;
+    loop {
+        let rows = AUDIT
+            .select("WHERE seq > $1 ORDER BY seq LIMIT $2")
             .bind(after)
             .bind(VERIFY_BATCH)
-            .fetch_all(&mut *$connection)
+            .fetch_all(connection)
             .await?;
-            if rows.is_empty() {
-                let end = head.check_end(recorded);
-                break end.map_err(|broken| StoreError::AuditBroken(broken.after_start(start)));
-            }
-            head = check_rows(start, head, &rows)?;
-            after = i64::try_from(head.seq).unwrap_or(i64::MAX);
+        if rows.is_empty() {
+            let end = head.check_end(recorded);
+            return end.map_err(|broken| StoreError::AuditBroken(broken.after_start(start)));
         }
-    }};
+        head = check_rows(start, head, &rows)?;
+        after = i64::try_from(head.seq).unwrap_or(i64::MAX);
+    }
 }
 
-fn check_rows(start: Head, mut head: Head, rows: &[impl DbRow]) -> Result<Head> {
+fn check_rows(start: Head, mut head: Head, rows: &[Row]) -> Result<Head> {
     for row in rows {
         let checked = AuditRow::following(head, row)?.check(head);
         head = checked.map_err(|broken| StoreError::AuditBroken(broken.after_start(start)))?;
@@ -319,61 +299,47 @@ impl Store {
     /// kind or a moment later: waiting for the disk would make every call several times as long.
     pub async fn append_audits(&self, entries: Vec<AuditEntry>) -> Result<u64> {
         let entries: Vec<_> = entries.into_iter().map(AuditEntry::normalized).collect();
-        in_transaction!(self.db(), Lock::Audit, |connection| {
-            let mut head = recorded_head!(connection).unwrap_or(Head::EMPTY);
-            let mut left = entries.as_slice();
-            while let Some(size) = ROWS_AT_ONCE.into_iter().find(|size| *size <= left.len()) {
-                let (now, later) = left.split_at(size);
-                let mut insert = sqlx::query(insert_of(size));
-                for entry in now {
-                    let next = head.next(entry);
-                    insert = insert
-                        .bind(i64::try_from(next.seq).unwrap_or(i64::MAX))
-                        .bind(DbTime::new(entry.at))
-                        .bind(entry.actor_token_id.map(|id| DbUuid(id.0)))
-                        .bind(entry.actor_name.as_deref())
-                        .bind(entry.workspace_id.map(|id| DbUuid(id.0)))
-                        .bind(entry.session_id.map(|id| DbUuid(id.0)))
-                        .bind(entry.tool.as_str())
-                        .bind(entry.outcome.as_str())
-                        .bind(entry.error_code.as_deref())
-                        .bind(i64::try_from(entry.duration_ms).unwrap_or(i64::MAX))
-                        .bind(Json(&entry.request))
-                        .bind(entry.request_id.as_deref())
-                        .bind(head.hash.to_vec())
-                        .bind(next.hash.to_vec());
-                    head = next;
+        self.db()
+            .transaction(Lock::Audit, async |connection| {
+                let mut head = recorded_head(connection).await?.unwrap_or(Head::EMPTY);
+                let mut left = entries.as_slice();
+                while let Some(size) = ROWS_AT_ONCE.into_iter().find(|size| *size <= left.len()) {
+                    let (now, later) = left.split_at(size);
+                    let mut insert = query(insert_of(size));
+                    for entry in now {
+                        let next = head.next(entry);
+                        insert = insert
+                            .bind(next.seq)
+                            .bind(entry.at)
+                            .bind(entry.actor_token_id.map(|id| id.0))
+                            .bind(entry.actor_name.as_deref())
+                            .bind(entry.workspace_id.map(|id| id.0))
+                            .bind(entry.session_id.map(|id| id.0))
+                            .bind(entry.tool.as_str())
+                            .bind(entry.outcome.as_str())
+                            .bind(entry.error_code.as_deref())
+                            .bind(entry.duration_ms)
+                            .bind(Json(&entry.request))
+                            .bind(entry.request_id.as_deref())
+                            .bind(head.hash.as_slice())
+                            .bind(next.hash.as_slice());
+                        head = next;
+                    }
+                    insert.execute(connection).await?;
+                    left = later;
                 }
-                insert.execute(&mut *connection).await?;
-                left = later;
-            }
-            sqlx::query(
-                "INSERT INTO settings (key, value) VALUES ($1, $2)
-                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
-            )
-            .bind(HEAD)
-            .bind(head.to_text())
-            .execute(&mut *connection)
-            .await?;
-            Ok(head.seq)
-        })
+                settings::write(connection, HEAD, &head.to_text()).await?;
+                Ok(head.seq)
+            })
+            .await
     }
 
     /// Reads the whole log and gives the number of its last row, which counts the rows that retention removed too,
     /// or [`StoreError::AuditBroken`] with the first row that is not as it was written. Rows that are appended
     /// meanwhile are not looked at.
     pub async fn verify_audit(&self) -> Result<u64> {
-        match self.db() {
-            Db::Sqlite { read, .. } => {
-                let transaction = read.begin().await?;
-                finish!(transaction, |connection| verify_chain!(connection))
-            }
-            Db::Postgres(pool) => {
-                // One state of the log and of its head, however long it takes.
-                let transaction = pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await?;
-                finish!(transaction, |connection| verify_chain!(connection))
-            }
-        }
+        // One state of the log and of its head, however long it takes.
+        self.db().read_transaction(async |connection| verify_chain(connection).await).await
     }
 
     /// A page of at most `limit` (up to 500) rows, newest first.
@@ -384,31 +350,27 @@ impl Store {
         limit: u32,
     ) -> Result<AuditPage> {
         let before = cursor.map(page::parse_seq_cursor).transpose()?;
-        let mut records: Vec<AuditRecord> = reading!(self.db(), |connection| {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM tool_audit
-                 WHERE ($1 IS NULL OR workspace_id = $1)
+        let rows = AUDIT
+            .select(
+                "WHERE ($1 IS NULL OR workspace_id = $1)
                    AND ($2 IS NULL OR tool = $2)
                    AND ($3 IS NULL OR outcome = $3)
                    AND ($4 IS NULL OR at >= $4)
                    AND ($5 IS NULL OR at < $5)
                    AND ($6 IS NULL OR seq < $6)
-                 ORDER BY seq DESC LIMIT $7"
-            ))
-            .bind(filter.workspace_id.map(|id| DbUuid(id.0)))
+                 ORDER BY seq DESC LIMIT $7",
+            )
+            .bind(filter.workspace_id.map(|id| id.0))
             .bind(filter.tool.as_deref().map(clean))
             .bind(filter.outcome.map(AuditOutcome::as_str))
-            .bind(filter.since.map(DbTime::new))
-            .bind(filter.until.map(DbTime::new))
+            .bind(filter.since)
+            .bind(filter.until)
             .bind(before)
             .bind(page::rows_wanted(limit))
-            .fetch_all(&mut *connection)
+            .fetch_all(&mut self.db().reader().await?)
             .await?;
-            let read = rows.iter().map(|row| Ok(AuditRow::from_row(row)?.into_record()));
-            read.collect::<Result<_>>()?
-        });
+        let read = rows.iter().map(|row| Ok(AuditRow::from_row(row)?.into_record()));
+        let mut records = read.collect::<Result<Vec<_>>>()?;
         let next_cursor = page::cut(&mut records, limit, |last| page::seq_cursor(last.seq));
         Ok(AuditPage { records, next_cursor })
     }

@@ -11,7 +11,7 @@ use std::fmt;
 
 use crate::audit::AuditRecord;
 use crate::audit_chain::{AuditAnchor, AuditFault, BrokenAudit, ChainedRow, Head, parse_hash};
-use crate::types::DbTime;
+use crate::types::to_microseconds;
 
 /// The longest line of an export.
 const MAX_LINE_BYTES: usize = 4 << 20;
@@ -193,7 +193,7 @@ fn parse(line: &str) -> Option<AuditRecord> {
         return None;
     }
     let is_whole = serde_json::to_value(&record).ok()? == value;
-    (is_whole && DbTime::new(record.entry.at).get() == record.entry.at).then_some(record)
+    (is_whole && to_microseconds(record.entry.at) == record.entry.at).then_some(record)
 }
 
 #[cfg(test)]

@@ -16,12 +16,15 @@
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 
-use crate::audit::{ANCHOR, AuditRecord, AuditRow, columns, recorded_anchor, recorded_head, recorded_start};
+use crate::audit::{ANCHOR, AUDIT, AuditRecord, AuditRow, recorded_anchor, recorded_head, recorded_start};
 use crate::audit_chain::{AuditAnchor, AuditFault, BrokenAudit, Head};
-use crate::db::{Lock, in_transaction, reading};
+use crate::db::Lock;
 use crate::error::{Result, StoreError};
 use crate::open::Store;
-use crate::types::{DbRow, DbTime};
+use crate::query::query;
+use crate::row::Row;
+use crate::settings;
+use crate::types::to_microseconds;
 
 /// How many rows one transaction removes: a few milliseconds' work, for which appends wait.
 const CUT_BATCH: i64 = 500;
@@ -40,7 +43,7 @@ pub struct AuditRange {
 
 impl AuditRange {
     fn contains(&self, row: &AuditRow) -> bool {
-        row.entry.at < DbTime::new(self.before).get() && self.through.is_none_or(|last| row.seq <= last)
+        row.entry.at < to_microseconds(self.before) && self.through.is_none_or(|last| row.seq <= last)
     }
 }
 
@@ -72,7 +75,7 @@ impl AuditCut {
 }
 
 /// The rows of a batch that are in the range, as the head before and after them.
-fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[impl DbRow]) -> Result<Head> {
+fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[Row]) -> Result<Head> {
     let mut head = start;
     for row in rows {
         let row = AuditRow::following(head, row)?;
@@ -94,7 +97,7 @@ fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[impl Db
 impl Store {
     /// The last row that retention removed; none if every row is there.
     pub async fn audit_anchor(&self) -> Result<Option<AuditAnchor>> {
-        reading!(self.db(), |connection| Ok(recorded_anchor!(connection)))
+        recorded_anchor(&mut self.db().reader().await?).await
     }
 
     /// The next at most `limit` (up to 1000) rows of the range after row `after`, oldest first; without `after`, from
@@ -106,18 +109,13 @@ impl Store {
         range: &AuditRange,
         limit: u32,
     ) -> Result<Vec<AuditRecord>> {
-        let rows: Vec<AuditRow> = reading!(self.db(), |connection| {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM tool_audit WHERE seq > $1 ORDER BY seq LIMIT $2"
-            ))
+        let rows = AUDIT
+            .select("WHERE seq > $1 ORDER BY seq LIMIT $2")
             .bind(after.map_or(i64::MIN, |after| i64::try_from(after).unwrap_or(i64::MAX)))
             .bind(i64::from(limit.clamp(1, MAX_EXPORT)))
-            .fetch_all(&mut *connection)
+            .fetch_all(&mut self.db().reader().await?)
             .await?;
-            rows.iter().map(AuditRow::from_row).collect::<Result<_>>()?
-        });
+        let rows = rows.iter().map(AuditRow::from_row).collect::<Result<Vec<_>>>()?;
         // Another server has cut what this export has not seen yet.
         if let (Some(after), Some(first)) = (after, rows.first())
             && first.seq != after + 1
@@ -156,39 +154,31 @@ impl Store {
     }
 
     async fn cut_batch(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
-        in_transaction!(self.db(), Lock::Audit, |connection| {
-            let start = recorded_start!(connection);
-            let recorded = recorded_head!(connection).unwrap_or(Head::EMPTY);
-            let first = i64::try_from(start.seq).unwrap_or(i64::MAX);
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM tool_audit WHERE seq > $1 ORDER BY seq LIMIT $2"
-            ))
-            .bind(first)
-            .bind(CUT_BATCH)
-            .fetch_all(&mut *connection)
-            .await?;
-            let end = checked_part(start, recorded, range, &rows)?;
-            if end == start {
-                return Ok(None);
-            }
-            sqlx::query("DELETE FROM tool_audit WHERE seq > $1 AND seq <= $2")
-                .bind(first)
-                .bind(i64::try_from(end.seq).unwrap_or(i64::MAX))
-                .execute(&mut *connection)
-                .await?;
-            let anchor = AuditAnchor::new(end, DbTime::new(now).get());
-            sqlx::query(
-                "INSERT INTO settings (key, value) VALUES ($1, $2)
-                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
-            )
-            .bind(ANCHOR)
-            .bind(anchor.to_text())
-            .execute(&mut *connection)
-            .await?;
-            let (removed, first_seq) = (end.seq - start.seq, start.seq + 1);
-            Ok(Some(AuditCut { removed, first_seq, anchor, complete: true }))
-        })
+        self.db()
+            .transaction(Lock::Audit, async |connection| {
+                let start = recorded_start(connection).await?;
+                let recorded = recorded_head(connection).await?.unwrap_or(Head::EMPTY);
+                let first = i64::try_from(start.seq).unwrap_or(i64::MAX);
+                let rows = AUDIT
+                    .select("WHERE seq > $1 ORDER BY seq LIMIT $2")
+                    .bind(first)
+                    .bind(CUT_BATCH)
+                    .fetch_all(connection)
+                    .await?;
+                let end = checked_part(start, recorded, range, &rows)?;
+                if end == start {
+                    return Ok(None);
+                }
+                query("DELETE FROM tool_audit WHERE seq > $1 AND seq <= $2")
+                    .bind(first)
+                    .bind(end.seq)
+                    .execute(connection)
+                    .await?;
+                let anchor = AuditAnchor::new(end, to_microseconds(now));
+                settings::write(connection, ANCHOR, &anchor.to_text()).await?;
+                let (removed, first_seq) = (end.seq - start.seq, start.seq + 1);
+                Ok(Some(AuditCut { removed, first_seq, anchor, complete: true }))
+            })
+            .await
     }
 }

@@ -123,7 +123,10 @@ pub enum StoreError {
     #[error("the PostgreSQL URL can't be used")]
     BadUrl(#[source] sqlx::Error),
     /// A value in the database is not one that this program writes.
-    #[error("{table} {row}: column {column} is damaged: {reason}")]
+    #[error(
+        "{table} {row}: column {column} is damaged: {reason}; correct the value, or restore the row from a backup (see \
+         \"A damaged row\" in docs/runbook.md)"
+    )]
     Corrupt {
         /// The table.
         table: &'static str,

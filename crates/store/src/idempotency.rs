@@ -23,10 +23,12 @@ use emergent_wire::id::ServerId;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-use crate::db::{Lock, in_transaction, writing};
+use crate::db::Lock;
 use crate::error::{Result, StoreError};
 use crate::open::Store;
-use crate::types::{DbRow, DbTime, DbUuid, Reader, clean};
+use crate::query::query;
+use crate::row::{Reader, Row};
+use crate::types::clean;
 
 const TABLE: &str = "idempotency_keys";
 /// A key is free again after this time.
@@ -109,7 +111,7 @@ pub enum Begun {
 }
 
 impl EarlierRequest {
-    fn from_row(row: &impl DbRow, request: &IdempotentRequest) -> Result<Self> {
+    fn from_row(row: &Row, request: &IdempotentRequest) -> Result<Self> {
         let row = Reader::with_key(row, TABLE, hex::encode(&request.key_hash));
         let is_same =
             row.text("operation")? == request.operation && row.bytes("request_hash")? == request.request_hash;
@@ -148,72 +150,67 @@ impl Store {
         resource_id: Option<Uuid>,
         now: DateTime<Utc>,
     ) -> Result<Option<Begun>> {
-        in_transaction!(self.db(), Lock::None, |connection| {
-            sqlx::query(
+        self.db().transaction(Lock::None, async |connection| {
+            query(
                 "DELETE FROM idempotency_keys WHERE token_id = $1 AND key_hash = $2 AND created_at <= $3",
             )
-            .bind(DbUuid(request.token_id.0))
+            .bind(request.token_id.0)
             .bind(request.key_hash.as_slice())
-            .bind(DbTime::new(now - IDEMPOTENCY_KEY_LIFETIME))
-            .execute(&mut *connection)
+            .bind(now - IDEMPOTENCY_KEY_LIFETIME)
+            .execute(connection)
             .await?;
-            let inserted = sqlx::query(
+            let inserted = query(
                 "INSERT INTO idempotency_keys (token_id, key_hash, operation, request_hash, resource_id, status,
                      owner, created_at)
                  VALUES ($1, $2, $3, $4, $5, 'in_progress', $6, $7)
                  ON CONFLICT (token_id, key_hash) DO NOTHING",
             )
-            .bind(DbUuid(request.token_id.0))
+            .bind(request.token_id.0)
             .bind(request.key_hash.as_slice())
             .bind(request.operation.as_str())
             .bind(request.request_hash.as_slice())
-            .bind(resource_id.map(DbUuid))
-            .bind(DbUuid(self.server().0))
-            .bind(DbTime::new(now))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected();
+            .bind(resource_id)
+            .bind(self.server().0)
+            .bind(now)
+            .execute(connection)
+            .await?;
             if inserted == 1 {
-                let keys: i64 = sqlx::query_scalar(
-                    "SELECT COUNT(*) FROM (SELECT 1 FROM idempotency_keys WHERE token_id = $1 LIMIT $2) AS counted",
-                )
-                .bind(DbUuid(request.token_id.0))
-                .bind(i64::from(MAX_IDEMPOTENCY_KEYS) + 1)
-                .fetch_one(&mut *connection)
-                .await?;
-                if keys > i64::from(MAX_IDEMPOTENCY_KEYS) {
+                let counted = query(
+                    "SELECT COUNT(*) AS count FROM
+                     (SELECT 1 FROM idempotency_keys WHERE token_id = $1 LIMIT $2) AS counted",
+                );
+                let limit = i64::from(MAX_IDEMPOTENCY_KEYS) + 1;
+                let keys = counted.bind(request.token_id.0).bind(limit).fetch_count(connection).await?;
+                if keys > u64::from(MAX_IDEMPOTENCY_KEYS) {
                     return Err(StoreError::TooManyIdempotencyKeys { limit: MAX_IDEMPOTENCY_KEYS });
                 }
                 return Ok(Some(Begun::New));
             }
-            let row = sqlx::query(
+            let row = query(
                 "SELECT operation, request_hash, resource_id, status, owner, created_at FROM idempotency_keys
                  WHERE token_id = $1 AND key_hash = $2",
             )
-            .bind(DbUuid(request.token_id.0))
+            .bind(request.token_id.0)
             .bind(request.key_hash.as_slice())
-            .fetch_optional(&mut *connection)
+            .fetch_optional(connection)
             .await?;
             // None: it was forgotten in this moment.
             row.map(|row| EarlierRequest::from_row(&row, request).map(Begun::Earlier)).transpose()
-        })
+        }).await
     }
 
     /// The request that this server began has made its resource.
     pub async fn finish_idempotent(&self, request: &IdempotentRequest, resource_id: Uuid) -> Result<()> {
-        let finished = writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE idempotency_keys SET status = 'done', owner = NULL, resource_id = $3
-                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $4",
-            )
-            .bind(DbUuid(request.token_id.0))
-            .bind(request.key_hash.as_slice())
-            .bind(DbUuid(resource_id))
-            .bind(DbUuid(self.server().0))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
+        let finished = query(
+            "UPDATE idempotency_keys SET status = 'done', owner = NULL, resource_id = $3
+             WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $4",
+        )
+        .bind(request.token_id.0)
+        .bind(request.key_hash.as_slice())
+        .bind(resource_id)
+        .bind(self.server().0)
+        .execute(&mut self.db().writer().await?)
+        .await?;
         if finished == 0 {
             let (kind, id) = ("idempotency key in progress", hex::encode(&request.key_hash));
             return Err(StoreError::NotFound { kind, id });
@@ -223,17 +220,15 @@ impl Store {
 
     /// The request that this server began has failed: the key is free again. Forgetting twice is no error.
     pub async fn forget_idempotent(&self, request: &IdempotentRequest) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query(
-                "DELETE FROM idempotency_keys
-                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $3",
-            )
-            .bind(DbUuid(request.token_id.0))
-            .bind(request.key_hash.as_slice())
-            .bind(DbUuid(self.server().0))
-            .execute(&mut *connection)
-            .await?;
-        });
+        query(
+            "DELETE FROM idempotency_keys
+             WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress' AND owner = $3",
+        )
+        .bind(request.token_id.0)
+        .bind(request.key_hash.as_slice())
+        .bind(self.server().0)
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(())
     }
 
@@ -244,20 +239,17 @@ impl Store {
         request: &IdempotentRequest,
         from: Option<ServerId>,
     ) -> Result<bool> {
-        let taken = writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE idempotency_keys SET owner = $3
-                 WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress'
-                   AND owner IS NOT DISTINCT FROM $4",
-            )
-            .bind(DbUuid(request.token_id.0))
-            .bind(request.key_hash.as_slice())
-            .bind(DbUuid(self.server().0))
-            .bind(from.map(|from| DbUuid(from.0)))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
+        let taken = query(
+            "UPDATE idempotency_keys SET owner = $3
+             WHERE token_id = $1 AND key_hash = $2 AND status = 'in_progress'
+               AND owner IS NOT DISTINCT FROM $4",
+        )
+        .bind(request.token_id.0)
+        .bind(request.key_hash.as_slice())
+        .bind(self.server().0)
+        .bind(from.map(|from| from.0))
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(taken == 1)
     }
 
@@ -265,17 +257,14 @@ impl Store {
     pub async fn prune_idempotency_keys(&self, now: DateTime<Utc>) -> Result<u64> {
         let mut pruned = 0;
         loop {
-            let removed = writing!(self.db(), |connection| {
-                sqlx::query(
-                    "DELETE FROM idempotency_keys WHERE (token_id, key_hash) IN (
-                         SELECT token_id, key_hash FROM idempotency_keys WHERE created_at <= $1 LIMIT $2)",
-                )
-                .bind(DbTime::new(now - IDEMPOTENCY_KEY_LIFETIME))
-                .bind(PRUNE_BATCH)
-                .execute(&mut *connection)
-                .await?
-                .rows_affected()
-            });
+            let removed = query(
+                "DELETE FROM idempotency_keys WHERE (token_id, key_hash) IN (
+                 SELECT token_id, key_hash FROM idempotency_keys WHERE created_at <= $1 LIMIT $2)",
+            )
+            .bind(now - IDEMPOTENCY_KEY_LIFETIME)
+            .bind(PRUNE_BATCH)
+            .execute(&mut self.db().writer().await?)
+            .await?;
             pruned += removed;
             if removed == 0 {
                 return Ok(pruned);

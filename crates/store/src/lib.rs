@@ -23,6 +23,9 @@ mod known_tokens;
 mod migrate;
 mod open;
 mod page;
+mod query;
+mod row;
+mod rows;
 pub mod seal;
 mod servers;
 mod settings;
@@ -31,6 +34,8 @@ mod spares;
 mod stored_credentials;
 mod tokens;
 mod types;
+mod workspace_insert;
+mod workspace_lists;
 mod workspace_rows;
 mod workspaces;
 
@@ -45,6 +50,7 @@ pub use idempotency::{
 };
 pub use migrate::SCHEMA_VERSION;
 pub use open::{Store, StoreConfig};
+pub use rows::{Rows, Unreadable};
 pub use seal::{SealError, SealingKey};
 pub use snapshots::{NewSnapshot, SnapshotRecord};
 pub use spares::{Claim, Shape, Spare};

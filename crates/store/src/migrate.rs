@@ -11,12 +11,13 @@
 use std::collections::BTreeMap;
 
 use sha2::{Digest, Sha256};
-use sqlx::{AssertSqlSafe, Connection, PgConnection, SqliteConnection};
+use sqlx::AssertSqlSafe;
 
-use crate::db::{Lock, finish};
+use crate::db::{Connection, Lock, transaction};
 use crate::error::{Result, StoreError};
+use crate::query::query;
+use crate::row::{Reader, Row};
 use crate::stored_credentials::remove_stored_credentials;
-use crate::types::{DbRow, Reader};
 
 struct Migration {
     version: i64,
@@ -51,82 +52,72 @@ impl Migration {
     }
 }
 
-/// Applies what is missing to the SQLite database.
-pub(crate) async fn sqlite(connection: &mut SqliteConnection) -> Result<()> {
-    let transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
-    finish!(transaction, |connection| {
-        sqlx::raw_sql(AssertSqlSafe(for_sqlite(HISTORY))).execute(&mut *connection).await?;
-        let rows = sqlx::query("SELECT version, checksum FROM schema_migrations")
-            .fetch_all(&mut *connection)
-            .await?;
+/// Applies the missing migrations to the SQLite database.
+pub(crate) async fn sqlite(connection: Connection) -> Result<()> {
+    transaction(connection, Lock::Migrate, async |connection| {
+        connection.run(AssertSqlSafe(for_sqlite(HISTORY))).await?;
+        let rows = query("SELECT version, checksum FROM schema_migrations").fetch_all(connection).await?;
         for migration in missing(&rows)? {
-            sqlx::raw_sql(AssertSqlSafe(for_sqlite(migration.sql))).execute(&mut *connection).await?;
+            connection.run(AssertSqlSafe(for_sqlite(migration.sql))).await?;
             if migration.version == GIT_CREDENTIALS {
                 // Otherwise the old values stay readable in the free space of the file's pages.
-                sqlx::raw_sql("PRAGMA secure_delete = ON").execute(&mut *connection).await?;
-                remove_stored_credentials!(connection);
+                connection.run("PRAGMA secure_delete = ON").await?;
+                remove_stored_credentials(connection).await?;
             }
-            sqlx::query("INSERT INTO schema_migrations (version, checksum) VALUES ($1, $2)")
-                .bind(migration.version)
-                .bind(migration.checksum())
-                .execute(&mut *connection)
-                .await?;
-            tracing::info!(version = migration.version, "migrated the database");
+            record(
+                connection,
+                "INSERT INTO schema_migrations (version, checksum) VALUES ($1, $2)",
+                migration,
+            )
+            .await?;
         }
         Ok(())
     })
+    .await
 }
 
-/// Applies what is missing to the PostgreSQL database. The connection has the default search path.
-pub(crate) async fn postgres(connection: &mut PgConnection) -> Result<()> {
-    let transaction = connection.begin().await?;
-    finish!(transaction, |connection| {
-        sqlx::query("SELECT pg_advisory_xact_lock($1)")
-            .bind(Lock::Migrate.advisory_key())
-            .execute(&mut *connection)
-            .await?;
-        // Asked first, as `CREATE SCHEMA IF NOT EXISTS` needs a right that a server may not have on a
-        // database whose schemas an administrator made for it.
-        let kb: bool = sqlx::query_scalar("SELECT to_regnamespace('kb') IS NOT NULL")
-            .fetch_one(&mut *connection)
-            .await?;
-        if !kb {
-            sqlx::raw_sql("CREATE SCHEMA kb").execute(&mut *connection).await?;
-        }
-        let core: bool = sqlx::query_scalar("SELECT to_regnamespace('core') IS NOT NULL")
-            .fetch_one(&mut *connection)
-            .await?;
-        if !core {
-            sqlx::raw_sql("CREATE SCHEMA core").execute(&mut *connection).await?;
-        }
-        sqlx::raw_sql(HISTORY).execute(&mut *connection).await?;
-        let rows = sqlx::query("SELECT version, checksum FROM core.schema_migrations")
-            .fetch_all(&mut *connection)
-            .await?;
-        for migration in missing(&rows)? {
-            sqlx::raw_sql(migration.sql).execute(&mut *connection).await?;
-            if migration.version == GIT_CREDENTIALS {
-                sqlx::raw_sql("SET LOCAL search_path TO kb, core").execute(&mut *connection).await?;
-                remove_stored_credentials!(connection);
-                sqlx::raw_sql("SET LOCAL search_path TO DEFAULT").execute(&mut *connection).await?;
+/// Applies the missing migrations to the PostgreSQL database. The connection has the default search path.
+pub(crate) async fn postgres(connection: Connection) -> Result<()> {
+    transaction(connection, Lock::Migrate, async |connection| {
+        // A server may lack the right that `CREATE SCHEMA IF NOT EXISTS` needs, on a database whose schemas an
+        // administrator made for it. So the schemas are looked up first.
+        for (schema, create) in [("kb", "CREATE SCHEMA kb"), ("core", "CREATE SCHEMA core")] {
+            let found = query("SELECT COUNT(*) AS count FROM pg_namespace WHERE nspname = $1").bind(schema);
+            if found.fetch_count(connection).await? == 0 {
+                connection.run(create).await?;
             }
-            sqlx::query("INSERT INTO core.schema_migrations (version, checksum) VALUES ($1, $2)")
-                .bind(migration.version)
-                .bind(migration.checksum())
-                .execute(&mut *connection)
-                .await?;
-            tracing::info!(version = migration.version, "migrated the database");
+        }
+        connection.run(HISTORY).await?;
+        let rows =
+            query("SELECT version, checksum FROM core.schema_migrations").fetch_all(connection).await?;
+        for migration in missing(&rows)? {
+            connection.run(migration.sql).await?;
+            if migration.version == GIT_CREDENTIALS {
+                connection.run("SET LOCAL search_path TO kb, core").await?;
+                remove_stored_credentials(connection).await?;
+                connection.run("SET LOCAL search_path TO DEFAULT").await?;
+            }
+            let insert = "INSERT INTO core.schema_migrations (version, checksum) VALUES ($1, $2)";
+            record(connection, insert, migration).await?;
         }
         Ok(())
     })
+    .await
+}
+
+/// Records that a migration was applied.
+async fn record(connection: &mut Connection, insert: &'static str, migration: &Migration) -> Result<()> {
+    query(insert).bind(migration.version).bind(migration.checksum().as_slice()).execute(connection).await?;
+    tracing::info!(version = migration.version, "migrated the database");
+    Ok(())
 }
 
 /// The migrations that the recorded ones lack, once those were found to be ours.
-fn missing(rows: &[impl DbRow]) -> Result<Vec<&'static Migration>> {
+fn missing(rows: &[Row]) -> Result<Vec<&'static Migration>> {
     let mut applied = BTreeMap::new();
     for row in rows {
         let reader = Reader::with_key(row, "schema_migrations", "(any)");
-        let version = i64::try_from(reader.unsigned("version")?).unwrap_or(i64::MAX);
+        let version = reader.integer("version")?;
         applied.insert(version, reader.bytes("checksum")?);
     }
     if let Some((&found, _)) = applied.last_key_value()
@@ -156,7 +147,7 @@ fn missing(rows: &[impl DbRow]) -> Result<Vec<&'static Migration>> {
 ///
 /// - the schema prefixes `kb.` and `core.` are dropped,
 /// - the types UUID, TIMESTAMPTZ, JSONB become TEXT, BYTEA becomes BLOB, BIGINT and BOOLEAN become INTEGER,
-/// - `NOW()` becomes the time as [`DbTime`](crate::types::DbTime) writes it (to the millisecond).
+/// - `NOW()` becomes the time as [`time_text`](crate::types::time_text) writes it (to the millisecond).
 ///
 /// Types and `NOW` are found in capitals only, which is how migrations write them.
 pub(crate) fn for_sqlite(sql: &str) -> String {

@@ -17,13 +17,14 @@ use emergent_wire::id::ServerId;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{Connection, PgConnection};
+use sqlx::{Connection as _, PgConnection};
 use tokio::time::timeout;
 
-use crate::db::{Db, reading};
+use crate::db::{Connection, Db};
 use crate::error::{Result, StoreError};
 use crate::known_tokens::{self, KnownTokens};
 use crate::migrate;
+use crate::query::query;
 
 /// How long a call waits for a connection.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -101,9 +102,9 @@ impl Store {
     /// Whether the database answers.
     pub async fn ping(&self) -> Result<()> {
         let answer = async {
-            reading!(self.db(), |connection| {
-                sqlx::query("SELECT COUNT(*) FROM settings WHERE key = ''").execute(&mut *connection).await?;
-            });
+            query("SELECT COUNT(*) FROM settings WHERE key = ''")
+                .execute(&mut self.db().reader().await?)
+                .await?;
             Ok(())
         };
         timeout(CONNECT_TIMEOUT, answer)
@@ -169,7 +170,7 @@ async fn open_sqlite(path: &Path) -> Result<(Db, ProcessLock)> {
             .test_before_acquire(false)
     };
     let write = pool().max_connections(1).connect_with(options.clone()).await?;
-    migrate::sqlite(&mut *write.acquire().await?).await?;
+    migrate::sqlite(Connection::Sqlite(write.acquire().await?)).await?;
     let unhurried = options.clone().synchronous(SqliteSynchronous::Normal);
     let audit = pool().max_connections(1).connect_with(unhurried).await?;
     let read =
@@ -182,11 +183,10 @@ async fn open_postgres(url: &SecretString) -> Result<Db> {
     let options = options
         .application_name("emergent")
         .options([("statement_timeout", STATEMENT_TIMEOUT), ("idle_in_transaction_session_timeout", "60s")]);
-    let mut connection = timeout(CONNECT_TIMEOUT, PgConnection::connect_with(&options))
+    let connection = timeout(CONNECT_TIMEOUT, PgConnection::connect_with(&options))
         .await
         .map_err(|_| StoreError::Unavailable(sqlx::Error::PoolTimedOut))??;
-    migrate::postgres(&mut connection).await?;
-    connection.close().await?;
+    migrate::postgres(Connection::PostgresMigration(connection)).await?;
     let pool = PgPoolOptions::new()
         .max_connections(POSTGRES_CONNECTIONS)
         .acquire_timeout(ACQUIRE_TIMEOUT)

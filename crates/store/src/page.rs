@@ -9,6 +9,9 @@ use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use crate::error::{Result, StoreError};
+use crate::query::Table;
+use crate::row::{Reader, Row};
+use crate::rows::Rows;
 
 /// The most rows a page can have.
 pub(crate) const MAX_PAGE: u32 = 500;
@@ -18,13 +21,37 @@ pub(crate) fn rows_wanted(limit: u32) -> i64 {
     i64::from(limit.clamp(1, MAX_PAGE)) + 1
 }
 
+/// How many rows the page keeps of those.
+fn page_length(limit: u32) -> usize {
+    limit.clamp(1, MAX_PAGE) as usize
+}
+
+/// Reads a page of rows in the order (`created_at`, `id`), and gives the cursor for the next page if there is one.
+pub(crate) fn read<T>(
+    table: &Table,
+    mut rows: Vec<Row>,
+    limit: u32,
+    read: impl Fn(&Row) -> Result<T>,
+) -> Result<(Rows<T>, Option<String>)> {
+    let has_next = rows.len() > page_length(limit);
+    rows.truncate(page_length(limit));
+    // Without these two columns of the last row the next page can't be found, so their damage fails the page.
+    let cursor = match rows.last() {
+        Some(last) if has_next => {
+            let last = Reader::by_id(last, table.name);
+            Some(time_cursor(last.time("created_at")?, last.uuid("id")?))
+        }
+        _ => None,
+    };
+    Ok((Rows::read(table, &rows, read)?, cursor))
+}
+
 /// Cuts the extra row off, and gives the cursor for the next page if there was one.
 pub(crate) fn cut<T>(rows: &mut Vec<T>, limit: u32, cursor: impl Fn(&T) -> String) -> Option<String> {
-    let keep = limit.clamp(1, MAX_PAGE) as usize;
-    if rows.len() <= keep {
+    if rows.len() <= page_length(limit) {
         return None;
     }
-    rows.truncate(keep);
+    rows.truncate(page_length(limit));
     rows.last().map(cursor)
 }
 

@@ -1,13 +1,16 @@
 //! Single values of the installation: its id, the check value of the sealing key, the head of the audit chain.
 
+use std::fmt::Display;
+
 use emergent_wire::id::InstallationId;
 use uuid::Uuid;
 
-use crate::db::{Lock, in_transaction, reading, writing};
+use crate::db::{Connection, Lock};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
+use crate::query::query;
+use crate::row::Reader;
 use crate::seal::{Place, SealError, SealingKey};
-use crate::types::{DbRow, Reader};
 
 const INSTALLATION_ID: &str = "installation_id";
 const KEY_CHECK: &str = "sealing_key_check";
@@ -20,7 +23,7 @@ impl Store {
     /// This installation's id, made at the first call; all callers get the same.
     pub async fn installation_id(&self) -> Result<InstallationId> {
         let text = self.setting_or_insert(INSTALLATION_ID, &InstallationId::generate().to_string()).await?;
-        text.parse().map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error.to_string()))
+        text.parse().map_err(|error: uuid::Error| corrupt(INSTALLATION_ID, error))
     }
 
     /// Takes the id of an installation whose database was lost. The caller checks that this one is new.
@@ -33,7 +36,7 @@ impl Store {
     pub async fn check_key(&self, key: &SealingKey) -> Result<()> {
         let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
         let check = self.setting_or_insert(KEY_CHECK, &check).await?;
-        let check = hex::decode(check).map_err(|error| corrupt(KEY_CHECK, error.to_string()))?;
+        let check = hex::decode(check).map_err(|error| corrupt(KEY_CHECK, error))?;
         if *key.open(KEY_CHECK_PLACE, &check)? == KEY_CHECK_TEXT {
             Ok(())
         } else {
@@ -50,46 +53,31 @@ impl Store {
     /// servers. Says of how many.
     pub async fn replace_key(&self, key: &SealingKey) -> Result<u64> {
         let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
-        in_transaction!(self.db(), Lock::None, |connection| {
-            let removed = sqlx::query(
+        self.db()
+            .transaction(Lock::None, async |connection| {
+                let removed = query(
                 "UPDATE agent_workspaces SET environment_sealed = NULL WHERE environment_sealed IS NOT NULL",
             )
-            .execute(&mut *connection)
-            .await?
-            .rows_affected();
-            sqlx::query("UPDATE settings SET value = $2 WHERE key = $1")
-                .bind(KEY_CHECK)
-                .bind(check.as_str())
-                .execute(&mut *connection)
-                .await?;
-            Ok(removed)
-        })
+            .execute(connection)
+            .await?;
+                query("UPDATE settings SET value = $2 WHERE key = $1")
+                    .bind(KEY_CHECK)
+                    .bind(check.as_str())
+                    .execute(connection)
+                    .await?;
+                Ok(removed)
+            })
+            .await
     }
 
     /// The value of a setting.
     pub async fn setting(&self, key: &str) -> Result<Option<String>> {
-        reading!(self.db(), |connection| {
-            let row = sqlx::query("SELECT value FROM settings WHERE key = $1")
-                .bind(key)
-                .fetch_optional(&mut *connection)
-                .await?;
-            row.map(|row| value(&row, key)).transpose()
-        })
+        read(&mut self.db().reader().await?, key).await
     }
 
     /// Sets a setting.
     pub async fn put_setting(&self, key: &str, value: &str) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query(
-                "INSERT INTO settings (key, value) VALUES ($1, $2)
-                 ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
-            )
-            .bind(key)
-            .bind(value)
-            .execute(&mut *connection)
-            .await?;
-        });
-        Ok(())
+        write(&mut self.db().writer().await?, key, value).await
     }
 
     /// The value of a setting, which is `value` if it had none. One caller's value wins.
@@ -97,21 +85,36 @@ impl Store {
         if let Some(found) = self.setting(key).await? {
             return Ok(found);
         }
-        writing!(self.db(), |connection| {
-            sqlx::query("INSERT INTO settings (key, value) VALUES ($1, $2) ON CONFLICT (key) DO NOTHING")
-                .bind(key)
-                .bind(value)
-                .execute(&mut *connection)
-                .await?;
-        });
+        query("INSERT INTO settings (key, value) VALUES ($1, $2) ON CONFLICT (key) DO NOTHING")
+            .bind(key)
+            .bind(value)
+            .execute(&mut self.db().writer().await?)
+            .await?;
         self.setting(key).await?.ok_or_else(|| StoreError::NotFound { kind: "setting", id: key.to_owned() })
     }
 }
 
-pub(crate) fn value(row: &impl DbRow, key: &str) -> Result<String> {
-    Reader::with_key(row, "settings", key).text("value")
+/// The value of a setting.
+pub(crate) async fn read(connection: &mut Connection, key: &str) -> Result<Option<String>> {
+    let row = query("SELECT value FROM settings WHERE key = $1").bind(key).fetch_optional(connection).await?;
+    row.map(|row| Reader::with_key(&row, "settings", key).text("value")).transpose()
 }
 
-pub(crate) fn corrupt(key: &str, reason: String) -> StoreError {
-    StoreError::Corrupt { table: "settings", row: key.to_owned(), column: "value", reason }
+/// Sets a setting.
+pub(crate) async fn write(connection: &mut Connection, key: &str, value: &str) -> Result<()> {
+    query(
+        "INSERT INTO settings (key, value) VALUES ($1, $2)
+         ON CONFLICT (key) DO UPDATE SET value = EXCLUDED.value",
+    )
+    .bind(key)
+    .bind(value)
+    .execute(connection)
+    .await?;
+    Ok(())
+}
+
+/// The error of a setting that has another form than this program writes.
+pub(crate) fn corrupt(key: &str, reason: impl Display) -> StoreError {
+    let (row, reason) = (key.to_owned(), reason.to_string());
+    StoreError::Corrupt { table: "settings", row, column: "value", reason }
 }

@@ -16,20 +16,19 @@ use emergent_wire::snapshot::{Snapshot, SnapshotList, SnapshotStatus};
 use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
 use sqlx::types::Json;
 
-use crate::db::{reading, writing};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
 use crate::page;
-use crate::types::{DbRow, DbTime, DbUuid, Reader, clean};
+use crate::query::{Table, query};
+use crate::row::{Reader, Row};
+use crate::rows::{Rows, to_wire};
+use crate::types::clean;
 
-const TABLE: &str = "workspace_snapshots";
-
-macro_rules! columns {
-    () => {
-        "id, workspace_id, provider, description, image, network, resource_limits, memory, size_bytes, status, \
-         owner, created_at"
-    };
-}
+const SNAPSHOTS: Table = Table {
+    name: "workspace_snapshots",
+    columns: "id, workspace_id, provider, description, image, network, resource_limits, memory, size_bytes, status, \
+              owner, created_at",
+};
 
 /// A snapshot that is about to be made.
 #[derive(Clone, Debug)]
@@ -64,8 +63,8 @@ pub struct SnapshotRecord {
 }
 
 impl SnapshotRecord {
-    fn from_row(row: &impl DbRow) -> Result<Self> {
-        let row = Reader::by_id(row, TABLE);
+    fn from_row(row: &Row) -> Result<Self> {
+        let row = Reader::by_id(row, SNAPSHOTS.name);
         let snapshot = Snapshot {
             id: SnapshotId(row.uuid("id")?),
             workspace_id: WorkspaceId(row.uuid("workspace_id")?),
@@ -106,15 +105,14 @@ impl Store {
         status: SnapshotStatus,
         owner: Option<ServerId>,
     ) -> Result<Option<Snapshot>> {
-        writing!(self.db(), |connection| {
-            let row = sqlx::query(concat!(
+        let row = SNAPSHOTS
+            .returning(
                 "INSERT INTO workspace_snapshots (id, workspace_id, provider, description, image, network,
                      resource_limits, memory, status, owner, created_at)
-                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO NOTHING RETURNING ",
-                columns!()
-            ))
-            .bind(DbUuid(new.id.0))
-            .bind(DbUuid(new.workspace_id.0))
+                 VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) ON CONFLICT (id) DO NOTHING",
+            )
+            .bind(new.id.0)
+            .bind(new.workspace_id.0)
             .bind(new.provider.as_str())
             .bind(new.description.as_deref().map(clean))
             .bind(clean(&new.image))
@@ -122,28 +120,25 @@ impl Store {
             .bind(Json(&new.limits))
             .bind(new.memory)
             .bind(status.as_str())
-            .bind(owner.map(|owner| DbUuid(owner.0)))
-            .bind(DbTime::new(new.created_at))
-            .fetch_optional(&mut *connection)
+            .bind(owner.map(|owner| owner.0))
+            .bind(new.created_at)
+            .fetch_optional(&mut self.db().writer().await?)
             .await?;
-            row.map(|row| SnapshotRecord::from_row(&row).map(|record| record.snapshot)).transpose()
-        })
+        row.map(|row| SnapshotRecord::from_row(&row).map(|record| record.snapshot)).transpose()
     }
 
     /// A snapshot is whole.
     pub async fn snapshot_is_ready(&self, id: SnapshotId, size_bytes: u64) -> Result<Snapshot> {
-        writing!(self.db(), |connection| {
-            let row = sqlx::query(concat!(
+        let row = SNAPSHOTS
+            .returning(
                 "UPDATE workspace_snapshots SET status = 'ready', owner = NULL, size_bytes = $2
-                 WHERE id = $1 AND status = 'creating' RETURNING ",
-                columns!()
-            ))
-            .bind(DbUuid(id.0))
-            .bind(i64::try_from(size_bytes).unwrap_or(i64::MAX))
-            .fetch_optional(&mut *connection)
+                 WHERE id = $1 AND status = 'creating'",
+            )
+            .bind(id.0)
+            .bind(size_bytes)
+            .fetch_optional(&mut self.db().writer().await?)
             .await?;
-            Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
-        })
+        Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
     }
 
     /// Files are in quarantine: what they take, and the limits of a workspace that can be made of them.
@@ -154,73 +149,63 @@ impl Store {
         limits: &ResourceLimits,
         memory: bool,
     ) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE workspace_snapshots SET size_bytes = $2, resource_limits = $3, memory = $4
-                 WHERE id = $1 AND status = 'quarantined'",
-            )
-            .bind(DbUuid(id.0))
-            .bind(i64::try_from(size_bytes).unwrap_or(i64::MAX))
-            .bind(Json(limits))
-            .bind(memory)
-            .execute(&mut *connection)
-            .await?;
-        });
+        query(
+            "UPDATE workspace_snapshots SET size_bytes = $2, resource_limits = $3, memory = $4
+             WHERE id = $1 AND status = 'quarantined'",
+        )
+        .bind(id.0)
+        .bind(size_bytes)
+        .bind(Json(limits))
+        .bind(memory)
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(())
     }
 
     /// Makes an ordinary snapshot of one in quarantine.
     pub async fn restore_quarantined(&self, id: SnapshotId) -> Result<Snapshot> {
-        writing!(self.db(), |connection| {
-            let row = sqlx::query(concat!(
+        let row = SNAPSHOTS
+            .returning(
                 "UPDATE workspace_snapshots SET status = 'ready'
-                 WHERE id = $1 AND status = 'quarantined' AND size_bytes IS NOT NULL RETURNING ",
-                columns!()
-            ))
-            .bind(DbUuid(id.0))
-            .fetch_optional(&mut *connection)
+                 WHERE id = $1 AND status = 'quarantined' AND size_bytes IS NOT NULL",
+            )
+            .bind(id.0)
+            .fetch_optional(&mut self.db().writer().await?)
             .await?;
-            Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
-        })
+        Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
     }
 
     /// Begins to remove a snapshot; false if `owner` does not have it any more.
     pub async fn withdraw_snapshot(&self, id: SnapshotId, owner: Option<ServerId>) -> Result<bool> {
-        let changed = writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE workspace_snapshots SET status = 'destroying', owner = $2
-                 WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
-            )
-            .bind(DbUuid(id.0))
-            .bind(DbUuid(self.server().0))
-            .bind(owner.map(|owner| DbUuid(owner.0)))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
+        let changed = query(
+            "UPDATE workspace_snapshots SET status = 'destroying', owner = $2
+             WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
+        )
+        .bind(id.0)
+        .bind(self.server().0)
+        .bind(owner.map(|owner| owner.0))
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(changed == 1)
     }
 
     /// Forgets a snapshot that is gone.
     pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query("DELETE FROM workspace_snapshots WHERE id = $1 AND status <> 'ready'")
-                .bind(DbUuid(id.0))
-                .execute(&mut *connection)
-                .await?;
-        });
+        query("DELETE FROM workspace_snapshots WHERE id = $1 AND status <> 'ready'")
+            .bind(id.0)
+            .execute(&mut self.db().writer().await?)
+            .await?;
         Ok(())
     }
 
     /// A snapshot.
     pub async fn snapshot(&self, id: SnapshotId) -> Result<SnapshotRecord> {
-        reading!(self.db(), |connection| {
-            let row = sqlx::query(concat!("SELECT ", columns!(), " FROM workspace_snapshots WHERE id = $1"))
-                .bind(DbUuid(id.0))
-                .fetch_optional(&mut *connection)
-                .await?;
-            SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)
-        })
+        let row = SNAPSHOTS
+            .select("WHERE id = $1")
+            .bind(id.0)
+            .fetch_optional(&mut self.db().reader().await?)
+            .await?;
+        SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)
     }
 
     /// A page of at most `limit` (up to 500) snapshots, newest first; of one workspace, if given. Without those in quarantine.
@@ -246,38 +231,28 @@ impl Store {
         limit: u32,
     ) -> Result<SnapshotList> {
         let after = cursor.map(page::parse_time_cursor).transpose()?;
-        let mut snapshots: Vec<Snapshot> = reading!(self.db(), |connection| {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM workspace_snapshots
-                 WHERE ($1 IS NULL OR workspace_id = $1) AND ($2 IS NULL OR (created_at, id) < ($2, $3))
-                     AND (status = 'quarantined') = $5
-                 ORDER BY created_at DESC, id DESC LIMIT $4"
-            ))
-            .bind(workspace_id.map(|id| DbUuid(id.0)))
-            .bind(after.map(|(time, _)| DbTime::new(time)))
-            .bind(after.map(|(_, id)| DbUuid(id)))
+        let rows = SNAPSHOTS
+            .select(
+                "WHERE ($1 IS NULL OR workspace_id = $1) AND ($2 IS NULL OR (created_at, id) < ($2, $3))
+                   AND (status = 'quarantined') = $5
+                 ORDER BY created_at DESC, id DESC LIMIT $4",
+            )
+            .bind(workspace_id.map(|id| id.0))
+            .bind(after.map(|(time, _)| time))
+            .bind(after.map(|(_, id)| id))
             .bind(page::rows_wanted(limit))
             .bind(quarantined)
-            .fetch_all(&mut *connection)
+            .fetch_all(&mut self.db().reader().await?)
             .await?;
-            let read = rows.iter().map(|row| Ok(SnapshotRecord::from_row(row)?.snapshot));
-            read.collect::<Result<_>>()?
-        });
-        let next_cursor =
-            page::cut(&mut snapshots, limit, |last| page::time_cursor(last.created_at, last.id.0));
-        Ok(SnapshotList { snapshots, next_cursor })
+        let (rows, next_cursor) = page::read(&SNAPSHOTS, rows, limit, SnapshotRecord::from_row)?;
+        let snapshots = rows.readable.into_iter().map(|record| record.snapshot).collect();
+        Ok(SnapshotList { snapshots, unreadable: to_wire(rows.unreadable), next_cursor })
     }
 
-    /// Everything there is, for recovery.
-    pub async fn all_snapshots(&self) -> Result<Vec<SnapshotRecord>> {
-        reading!(self.db(), |connection| {
-            let rows = sqlx::query(concat!("SELECT ", columns!(), " FROM workspace_snapshots"))
-                .fetch_all(&mut *connection)
-                .await?;
-            rows.iter().map(SnapshotRecord::from_row).collect()
-        })
+    /// All snapshots, those in quarantine included.
+    pub async fn all_snapshots(&self) -> Result<Rows<SnapshotRecord>> {
+        let rows = SNAPSHOTS.select("").fetch_all(&mut self.db().reader().await?).await?;
+        Rows::read(&SNAPSHOTS, &rows, SnapshotRecord::from_row)
     }
 }
 

@@ -16,14 +16,20 @@ use emergent_wire::pool::SpareStatus;
 use emergent_wire::workspace::{NetworkMode, Placement, ProviderName, ResourceLimits, Workspace};
 use sqlx::types::Json;
 
-use crate::db::{Lock, in_transaction, reading, writing};
-use crate::error::{Result, StoreError};
+use crate::db::Lock;
+use crate::error::Result;
 use crate::open::Store;
-use crate::types::{DbRow, DbTime, DbUuid, Reader, clean, clean_json};
-use crate::workspace_rows::{NewWorkspace, WorkspaceRecord, columns, expiry};
-use crate::workspaces::{check_limit, insert_workspace};
+use crate::query::{Table, query};
+use crate::row::{Reader, Row};
+use crate::rows::Rows;
+use crate::types::clean;
+use crate::workspace_insert::{Placed, check_limit, insert_workspace};
+use crate::workspace_rows::NewWorkspace;
 
-const TABLE: &str = "warm_spares";
+const SPARES: Table = Table {
+    name: "warm_spares",
+    columns: "id, provider, image, image_digest, network, resource_limits, status, owner, created_at",
+};
 
 /// What spares are told apart by: a request gets one that is the same in all of this.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -56,8 +62,8 @@ pub struct Spare {
 }
 
 impl Spare {
-    fn from_row(row: &impl DbRow) -> Result<Self> {
-        let row = Reader::by_id(row, TABLE);
+    fn from_row(row: &Row) -> Result<Self> {
+        let row = Reader::by_id(row, SPARES.name);
         Ok(Self {
             id: WorkspaceId(row.uuid("id")?),
             shape: Shape {
@@ -95,101 +101,87 @@ impl Store {
         digest: &str,
         most: u32,
     ) -> Result<bool> {
-        in_transaction!(self.db(), Lock::Pool, |connection| {
-            // Limits are compared as they were written: the same limits give the same text.
-            let rows = sqlx::query(
-                "SELECT resource_limits FROM warm_spares
-                 WHERE provider = $1 AND image = $2 AND network = $3 AND image_digest = $4
-                   AND status IN ('filling', 'ready')",
-            )
-            .bind(shape.provider.as_str())
-            .bind(clean(&shape.image))
-            .bind(shape.network.as_str())
-            .bind(clean(digest))
-            .fetch_all(&mut *connection)
-            .await?;
-            let mut same = 0;
-            for row in &rows {
-                let limits: ResourceLimits =
-                    Reader::with_key(row, TABLE, "(count)").json("resource_limits")?;
-                same += u32::from(limits == shape.limits);
-            }
-            if same >= most {
-                return Ok(false);
-            }
-            sqlx::query(
+        self.db()
+            .transaction(Lock::Pool, async |connection| {
+                // The engines compare JSON differently, so limits are compared here.
+                let rows = query(
+                    "SELECT id, resource_limits FROM warm_spares
+                     WHERE provider = $1 AND image = $2 AND network = $3 AND image_digest = $4
+                       AND status IN ('filling', 'ready')",
+                )
+                .bind(shape.provider.as_str())
+                .bind(clean(&shape.image))
+                .bind(shape.network.as_str())
+                .bind(clean(digest))
+                .fetch_all(connection)
+                .await?;
+                let mut same = 0;
+                for row in &rows {
+                    let limits: ResourceLimits = Reader::by_id(row, SPARES.name).json("resource_limits")?;
+                    same += u32::from(limits == shape.limits);
+                }
+                if same >= most {
+                    return Ok(false);
+                }
+                query(
                 "INSERT INTO warm_spares (id, provider, image, image_digest, network, resource_limits, status,
                      owner, created_at)
                  VALUES ($1, $2, $3, $4, $5, $6, 'filling', $7, $8)",
             )
-            .bind(DbUuid(id.0))
+            .bind(id.0)
             .bind(shape.provider.as_str())
             .bind(clean(&shape.image))
             .bind(clean(digest))
             .bind(shape.network.as_str())
             .bind(Json(&shape.limits))
-            .bind(DbUuid(self.server().0))
-            .bind(DbTime::new(Utc::now()))
-            .execute(&mut *connection)
+            .bind(self.server().0)
+            .bind(Utc::now())
+            .execute(connection)
             .await?;
-            Ok(true)
-        })
+                Ok(true)
+            })
+            .await
     }
 
     /// A spare can be claimed from now on; false if it is to leave by now.
     pub async fn spare_is_ready(&self, id: WorkspaceId) -> Result<bool> {
-        let changed = writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE warm_spares SET status = 'ready', owner = NULL WHERE id = $1 AND status = 'filling'",
-            )
-            .bind(DbUuid(id.0))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
+        let changed = query(
+            "UPDATE warm_spares SET status = 'ready', owner = NULL WHERE id = $1 AND status = 'filling'",
+        )
+        .bind(id.0)
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(changed == 1)
     }
 
     /// Takes a spare out, to remove it: nobody can claim it any more. False if it is gone, claimed, or another
     /// server's to remove.
     pub async fn withdraw_spare(&self, id: WorkspaceId, owner: Option<ServerId>) -> Result<bool> {
-        let changed = writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE warm_spares SET status = 'leaving', owner = $2
-                 WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
-            )
-            .bind(DbUuid(id.0))
-            .bind(DbUuid(self.server().0))
-            .bind(owner.map(|owner| DbUuid(owner.0)))
-            .execute(&mut *connection)
-            .await?
-            .rows_affected()
-        });
+        let changed = query(
+            "UPDATE warm_spares SET status = 'leaving', owner = $2
+             WHERE id = $1 AND owner IS NOT DISTINCT FROM $3",
+        )
+        .bind(id.0)
+        .bind(self.server().0)
+        .bind(owner.map(|owner| owner.0))
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(changed == 1)
     }
 
     /// Forgets a spare that is gone.
     pub async fn delete_spare(&self, id: WorkspaceId) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query("DELETE FROM warm_spares WHERE id = $1 AND status <> 'ready'")
-                .bind(DbUuid(id.0))
-                .execute(&mut *connection)
-                .await?;
-        });
+        query("DELETE FROM warm_spares WHERE id = $1 AND status <> 'ready'")
+            .bind(id.0)
+            .execute(&mut self.db().writer().await?)
+            .await?;
         Ok(())
     }
 
     /// All spares, oldest first.
-    pub async fn spares(&self) -> Result<Vec<Spare>> {
-        reading!(self.db(), |connection| {
-            let rows = sqlx::query(
-                "SELECT id, provider, image, image_digest, network, resource_limits, status, owner, created_at
-                 FROM warm_spares ORDER BY created_at, id",
-            )
-            .fetch_all(&mut *connection)
-            .await?;
-            rows.iter().map(Spare::from_row).collect()
-        })
+    pub async fn spares(&self) -> Result<Rows<Spare>> {
+        let rows = SPARES.select("ORDER BY created_at, id").fetch_all(&mut self.db().reader().await?).await?;
+        Rows::read(&SPARES, &rows, Spare::from_row)
     }
 
     /// Makes a spare the sandbox of a new workspace, which gets its id; none if somebody else has it.
@@ -200,21 +192,20 @@ impl Store {
         limit: Option<u32>,
     ) -> Result<Option<Workspace>> {
         let new = NewWorkspace { id: claim.spare, ..new };
-        let placed = Some((claim.placement.provider, claim.provider_workspace_id.as_str(), &claim.placement));
-        in_transaction!(self.db(), Lock::WorkspaceLimit, |connection| {
-            let removed = sqlx::query("DELETE FROM warm_spares WHERE id = $1 AND status = 'ready'")
-                .bind(DbUuid(claim.spare.0))
-                .execute(&mut *connection)
-                .await?
-                .rows_affected();
-            if removed == 0 {
-                return Ok(None);
-            }
-            check_limit!(connection, limit);
-            let row = insert_workspace!(connection, new, self.server(), placed);
-            let row =
-                row.ok_or_else(|| StoreError::Conflict { kind: "workspace", name: new.id.to_string() })?;
-            Ok(Some(WorkspaceRecord::from_row(&row)?.workspace))
-        })
+        let provider_workspace_id = claim.provider_workspace_id.as_str();
+        self.db()
+            .transaction(Lock::WorkspaceLimit, async |connection| {
+                let removed = query("DELETE FROM warm_spares WHERE id = $1 AND status = 'ready'")
+                    .bind(claim.spare.0)
+                    .execute(connection)
+                    .await?;
+                if removed == 0 {
+                    return Ok(None);
+                }
+                check_limit(connection, limit).await?;
+                let placed = Placed { provider_workspace_id, placement: &claim.placement };
+                insert_workspace(connection, &new, self.server(), Some(placed)).await.map(Some)
+            })
+            .await
     }
 }

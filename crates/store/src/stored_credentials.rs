@@ -11,33 +11,38 @@
 
 use emergent_wire::git_url::{GitUrl, redact_urls};
 use serde_json::Value;
+use sqlx::types::Json;
 use uuid::Uuid;
 
+use crate::db::Connection;
 use crate::error::Result;
-use crate::types::{DbRow, Reader};
+use crate::query::query;
+use crate::row::{Reader, Row};
+use crate::workspace_rows::WORKSPACES;
 
 /// A field of a workspace's metadata: true while the remote of its clone may hold a credential.
 pub const CREDENTIAL_IN_CLONE: &str = "credential_in_clone";
 /// How many rows are in memory at once.
-pub(crate) const BATCH: i64 = 200;
+const BATCH: i64 = 200;
 
 /// What is to be written to one row; columns without a credential are none.
-pub(crate) struct CleanedRow {
-    pub(crate) id: Uuid,
-    pub(crate) repository_url: Option<String>,
-    pub(crate) error: Option<String>,
-    pub(crate) metadata: Option<Value>,
-    pub(crate) placement: Option<Value>,
+struct CleanedRow {
+    id: Uuid,
+    repository_url: Option<String>,
+    error: Option<String>,
+    metadata: Option<Value>,
+    placement: Option<Value>,
 }
 
 impl CleanedRow {
-    /// The row without credentials. A damaged column is left as it is: it must not keep the server from starting.
-    pub(crate) fn from_row(row: &impl DbRow) -> Result<Self> {
-        let row = Reader::by_id(row, "agent_workspaces");
+    /// The row without credentials. A damaged column must not keep the server from starting: it is logged and left as
+    /// it is.
+    fn from_row(row: &Row) -> Result<Self> {
+        let row = Reader::by_id(row, WORKSPACES.name);
         let changed = |text: &str, clean: &str| (text != clean).then(|| clean.to_owned());
-        let url = row.text_or_null("repository_url").unwrap_or_default();
-        let error = row.text_or_null("error").unwrap_or_default();
-        let json = |column| row.json_or_null::<Value>(column).unwrap_or_default();
+        let url = log_damage(row.text_or_null("repository_url"));
+        let error = log_damage(row.text_or_null("error"));
+        let json = |column| log_damage(row.json_or_null::<Value>(column));
         let repository_url = url.and_then(|url| changed(&url, &GitUrl::without_credentials(&url)));
         let metadata = match json("metadata") {
             Some(metadata) if repository_url.is_some() => Some(marked(redact_json(metadata))),
@@ -52,12 +57,39 @@ impl CleanedRow {
         })
     }
 
-    pub(crate) fn is_changed(&self) -> bool {
+    async fn write(self, connection: &mut Connection) -> Result<()> {
+        query(
+            "UPDATE agent_workspaces SET repository_url = COALESCE($2, repository_url),
+                 error = COALESCE($3, error), metadata = COALESCE($4, metadata),
+                 placement = COALESCE($5, placement)
+             WHERE id = $1",
+        )
+        .bind(self.id)
+        .bind(self.repository_url)
+        .bind(self.error)
+        .bind(self.metadata.map(Json))
+        .bind(self.placement.map(Json))
+        .execute(connection)
+        .await?;
+        Ok(())
+    }
+
+    fn is_changed(&self) -> bool {
         self.repository_url.is_some()
             || self.error.is_some()
             || self.metadata.is_some()
             || self.placement.is_some()
     }
+}
+
+fn log_damage<T>(value: Result<Option<T>>) -> Option<T> {
+    value.unwrap_or_else(|error| {
+        tracing::error!(
+            error = &error as &dyn std::error::Error,
+            "a damaged value was not searched for credentials"
+        );
+        None
+    })
 }
 
 /// The metadata of a workspace whose clone has to be cleaned.
@@ -83,55 +115,39 @@ fn redact_json(value: Value) -> Value {
 }
 
 /// Removes the credentials of all rows, on a connection that finds the tables without their schema.
-macro_rules! remove_stored_credentials {
-    ($connection:expr) => {{
-        use $crate::stored_credentials::{BATCH, CleanedRow};
-        let mut after: Option<$crate::types::DbUuid> = None;
-        let mut removed: u64 = 0;
-        loop {
-            let rows = sqlx::query(
-                "SELECT id, repository_url, error, metadata, placement FROM agent_workspaces
-                 WHERE $1 IS NULL OR id > $1 ORDER BY id LIMIT $2",
-            )
-            .bind(after)
-            .bind(BATCH)
-            .fetch_all(&mut *$connection)
-            .await?;
-            if rows.is_empty() {
-                break;
-            }
-            for row in &rows {
-                let row = CleanedRow::from_row(row)?;
-                after = Some($crate::types::DbUuid(row.id));
-                if !row.is_changed() {
-                    continue;
-                }
+pub(crate) async fn remove_stored_credentials(connection: &mut Connection) -> Result<()> {
+    let mut after: Option<Uuid> = None;
+    let mut removed: u64 = 0;
+    loop {
+        let rows = query(
+            "SELECT id, repository_url, error, metadata, placement FROM agent_workspaces
+             WHERE $1 IS NULL OR id > $1 ORDER BY id LIMIT $2",
+        )
+        .bind(after)
+        .bind(BATCH)
+        .fetch_all(connection)
+        .await?;
+        if rows.is_empty() {
+            break;
+        }
+        for row in &rows {
+            let row = CleanedRow::from_row(row)?;
+            after = Some(row.id);
+            if row.is_changed() {
                 removed += 1;
-                sqlx::query(
-                    "UPDATE agent_workspaces SET repository_url = COALESCE($2, repository_url),
-                         error = COALESCE($3, error), metadata = COALESCE($4, metadata),
-                         placement = COALESCE($5, placement)
-                     WHERE id = $1",
-                )
-                .bind($crate::types::DbUuid(row.id))
-                .bind(row.repository_url)
-                .bind(row.error)
-                .bind(row.metadata.map(sqlx::types::Json))
-                .bind(row.placement.map(sqlx::types::Json))
-                .execute(&mut *$connection)
-                .await?;
+                row.write(connection).await?;
             }
         }
-        if removed > 0 {
-            tracing::warn!(
-                rows = removed,
-                "removed user names, passwords and tokens from git URLs in the database: they were stored in the clear, \
-                 so replace them at their git hosts. Audit rows and snapshots may still hold them"
-            );
-        }
-    }};
+    }
+    if removed > 0 {
+        tracing::warn!(
+            rows = removed,
+            "removed user names, passwords and tokens from git URLs in the database: they were stored in the clear, \
+             so replace them at their git hosts. Audit rows and snapshots may still hold them"
+        );
+    }
+    Ok(())
 }
-pub(crate) use remove_stored_credentials;
 
 #[cfg(test)]
 mod tests {

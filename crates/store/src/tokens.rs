@@ -16,11 +16,14 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
-use crate::db::{Lock, in_transaction, reading, writing};
+use crate::db::{Connection, Lock};
 use crate::error::{Result, StoreError};
 use crate::open::Store;
+use crate::query::{Table, query};
+use crate::row::{Reader, Row};
+use crate::rows::Rows;
 use crate::seal::random;
-use crate::types::{DbRow, DbTime, DbUuid, Reader, clean};
+use crate::types::clean;
 use crate::workspace_rows::expiry;
 
 /// What every secret begins with, so that people and scanners know one when they see it.
@@ -29,13 +32,11 @@ pub const TOKEN_PREFIX: &str = "emt_";
 /// `last_used_at` is written at most this often.
 const LAST_USED_PRECISION: TimeDelta = TimeDelta::minutes(1);
 
-const TABLE: &str = "access_tokens";
-
-macro_rules! columns {
-    () => {
-        "id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at, last_used_at, revoked_at"
-    };
-}
+const TOKENS: Table = Table {
+    name: "access_tokens",
+    columns: "id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at, \
+              last_used_at, revoked_at",
+};
 
 /// Why a token is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -112,8 +113,8 @@ struct TokenRow {
 }
 
 impl TokenRow {
-    fn from_row(row: &impl DbRow) -> Result<Self> {
-        let row = Reader::by_id(row, TABLE);
+    fn from_row(row: &Row) -> Result<Self> {
+        let row = Reader::by_id(row, TOKENS.name);
         let scope = ScopeColumns {
             scope: row.text("scope")?,
             project_id: row.uuid_or_null("project_id")?,
@@ -139,34 +140,32 @@ impl TokenRow {
     }
 }
 
-/// Writes the row of a new token, or says that its name is in use.
-macro_rules! insert_token {
-    ($connection:expr, $secret:expr, $now:expr) => {{
-        let (request, now): (&NewToken, DateTime<Utc>) = ($secret.request, $now);
-        let scope = ScopeColumns::from(request.scope);
-        let row = sqlx::query(concat!(
+/// Inserts a new token. Fails with [`StoreError::Conflict`] if its name is in use.
+async fn insert_token(connection: &mut Connection, secret: &Secret<'_>, now: DateTime<Utc>) -> Result<Token> {
+    let request = secret.request;
+    let scope = ScopeColumns::from(request.scope);
+    let row = TOKENS
+        .returning(
             "INSERT INTO access_tokens
-                (id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at)
+                 (id, name, scope, project_id, session_id, workspace_id, secret_hash, created_at, expires_at)
              VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
-             ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING RETURNING ",
-            columns!()
-        ))
-        .bind(DbUuid($secret.id.0))
+             ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING",
+        )
+        .bind(secret.id.0)
         .bind(clean(&request.name))
         .bind(scope.scope)
-        .bind(scope.project_id.map(DbUuid))
-        .bind(scope.session_id.map(DbUuid))
-        .bind(scope.workspace_id.map(DbUuid))
-        .bind(hash(&$secret.secret))
-        .bind(DbTime::new(now))
-        .bind(expiry(now, request.ttl_seconds).map(DbTime::new))
-        .fetch_optional(&mut *$connection)
+        .bind(scope.project_id)
+        .bind(scope.session_id)
+        .bind(scope.workspace_id)
+        .bind(hash(&secret.secret).as_slice())
+        .bind(now)
+        .bind(expiry(now, request.ttl_seconds))
+        .fetch_optional(connection)
         .await?;
-        match row {
-            Some(row) => Ok(TokenRow::from_row(&row)?.token),
-            None => Err(StoreError::Conflict { kind: "token named", name: request.name.clone() }),
-        }
-    }};
+    match row {
+        Some(row) => Ok(TokenRow::from_row(&row)?.token),
+        None => Err(StoreError::Conflict { kind: "token named", name: request.name.clone() }),
+    }
 }
 
 impl Store {
@@ -174,17 +173,20 @@ impl Store {
     /// revoked or expired.
     pub async fn create_token(&self, request: &NewToken, now: DateTime<Utc>) -> Result<CreatedToken> {
         let secret = Secret::generate(request);
-        let created = in_transaction!(self.db(), Lock::None, |connection| {
-            sqlx::query(
-                "UPDATE access_tokens SET revoked_at = $2
-                 WHERE name = $1 AND revoked_at IS NULL AND expires_at <= $2",
-            )
-            .bind(clean(&request.name))
-            .bind(DbTime::new(now))
-            .execute(&mut *connection)
-            .await?;
-            insert_token!(connection, secret, now)
-        });
+        let created = self
+            .db()
+            .transaction(Lock::None, async |connection| {
+                query(
+                    "UPDATE access_tokens SET revoked_at = $2
+                     WHERE name = $1 AND revoked_at IS NULL AND expires_at <= $2",
+                )
+                .bind(clean(&request.name))
+                .bind(now)
+                .execute(connection)
+                .await?;
+                insert_token(connection, &secret, now).await
+            })
+            .await;
         secret.created(created)
     }
 
@@ -195,24 +197,27 @@ impl Store {
     /// first if it is the last one, and the name is not free before.
     pub async fn replace_token(&self, request: &NewToken, now: DateTime<Utc>) -> Result<CreatedToken> {
         let secret = Secret::generate(request);
-        let created = in_transaction!(self.db(), Lock::Tokens, |connection| {
-            let rows = sqlx::query(concat!(
-                "UPDATE access_tokens SET revoked_at = $2 WHERE name = $1 AND revoked_at IS NULL RETURNING ",
-                columns!()
-            ))
-            .bind(clean(&request.name))
-            .bind(DbTime::new(now))
-            .fetch_all(&mut *connection)
-            .await?;
-            for row in &rows {
-                let old = TokenRow::from_row(row)?.token;
-                if old.scope == TokenScope::Admin && request.scope != TokenScope::Admin {
-                    let name = request.name.clone();
-                    return Err(StoreError::Conflict { kind: "admin token named", name });
+        let created = self
+            .db()
+            .transaction(Lock::Tokens, async |connection| {
+                let rows = TOKENS
+                    .returning(
+                        "UPDATE access_tokens SET revoked_at = $2 WHERE name = $1 AND revoked_at IS NULL",
+                    )
+                    .bind(clean(&request.name))
+                    .bind(now)
+                    .fetch_all(connection)
+                    .await?;
+                for row in &rows {
+                    let old = TokenRow::from_row(row)?.token;
+                    if old.scope == TokenScope::Admin && request.scope != TokenScope::Admin {
+                        let name = request.name.clone();
+                        return Err(StoreError::Conflict { kind: "admin token named", name });
+                    }
                 }
-            }
-            insert_token!(connection, secret, now)
-        });
+                insert_token(connection, &secret, now).await
+            })
+            .await;
         self.known_tokens().forget();
         secret.created(created)
     }
@@ -225,17 +230,15 @@ impl Store {
             return Ok(token);
         }
         let changes = self.known_tokens().changes();
-        let found = reading!(self.db(), |connection| {
-            let row =
-                sqlx::query(concat!("SELECT ", columns!(), " FROM access_tokens WHERE secret_hash = $1"))
-                    .bind(hash.as_slice())
-                    .fetch_optional(&mut *connection)
-                    .await?;
-            row.map(|row| TokenRow::from_row(&row)).transpose()?
-        });
-        let Some(found) = found else {
+        let row = TOKENS
+            .select("WHERE secret_hash = $1")
+            .bind(hash.as_slice())
+            .fetch_optional(&mut self.db().reader().await?)
+            .await?;
+        let Some(row) = row else {
             return refused(TokenRefusal::Unknown);
         };
+        let found = TokenRow::from_row(&row)?;
         if !bool::from(found.secret_hash.ct_eq(&hash)) {
             return refused(TokenRefusal::Unknown);
         }
@@ -282,46 +285,39 @@ impl Store {
     }
 
     async fn note_use(&self, id: TokenId, now: DateTime<Utc>, due: DateTime<Utc>) -> Result<()> {
-        writing!(self.db(), |connection| {
-            sqlx::query(
-                "UPDATE access_tokens SET last_used_at = $2
-                 WHERE id = $1 AND (last_used_at IS NULL OR last_used_at <= $3)",
-            )
-            .bind(DbUuid(id.0))
-            .bind(DbTime::new(now))
-            .bind(DbTime::new(due))
-            .execute(&mut *connection)
-            .await?;
-        });
+        query(
+            "UPDATE access_tokens SET last_used_at = $2
+             WHERE id = $1 AND (last_used_at IS NULL OR last_used_at <= $3)",
+        )
+        .bind(id.0)
+        .bind(now)
+        .bind(due)
+        .execute(&mut self.db().writer().await?)
+        .await?;
         Ok(())
     }
 
     /// The tokens that are not revoked, oldest first.
-    pub async fn tokens(&self) -> Result<Vec<Token>> {
-        reading!(self.db(), |connection| {
-            let rows = sqlx::query(concat!(
-                "SELECT ",
-                columns!(),
-                " FROM access_tokens WHERE revoked_at IS NULL ORDER BY created_at, id"
-            ))
-            .fetch_all(&mut *connection)
+    pub async fn tokens(&self) -> Result<Rows<Token>> {
+        let rows = TOKENS
+            .select("WHERE revoked_at IS NULL ORDER BY created_at, id")
+            .fetch_all(&mut self.db().reader().await?)
             .await?;
-            rows.iter().map(|row| Ok(TokenRow::from_row(row)?.token)).collect()
-        })
+        Rows::read(&TOKENS, &rows, |row| Ok(TokenRow::from_row(row)?.token))
     }
 
     /// Revokes a token: it is refused from now on. The last usable admin token is not revoked
     /// ([`StoreError::LastAdminToken`]).
     pub async fn revoke_token(&self, id: TokenId, now: DateTime<Utc>) -> Result<()> {
-        let revoked = in_transaction!(self.db(), Lock::Tokens, |connection| {
-            let row = sqlx::query(concat!(
-                "UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL RETURNING ",
-                columns!()
-            ))
-            .bind(DbUuid(id.0))
-            .bind(DbTime::new(now))
-            .fetch_optional(&mut *connection)
-            .await?;
+        let revoked = self
+            .db()
+            .transaction(Lock::Tokens, async |connection| {
+            let row = TOKENS
+                .returning("UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL")
+                .bind(id.0)
+                .bind(now)
+                .fetch_optional(connection)
+                .await?;
             let Some(row) = row else {
                 let (kind, id) = ("token", id.to_string());
                 return Err(StoreError::NotFound { kind, id });
@@ -329,20 +325,18 @@ impl Store {
             let token = TokenRow::from_row(&row)?.token;
             let is_usable = token.expires_at.is_none_or(|end| end > now);
             if token.scope == TokenScope::Admin && is_usable {
-                let others: i64 = sqlx::query_scalar(
-                    "SELECT COUNT(*) FROM access_tokens
+                let others = query(
+                    "SELECT COUNT(*) AS count FROM access_tokens
                      WHERE scope = 'admin' AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > $1)",
-                )
-                .bind(DbTime::new(now))
-                .fetch_one(&mut *connection)
-                .await?;
+                );
+                let others = others.bind(now).fetch_count(connection).await?;
                 if others == 0 {
                     // An error rolls the transaction back, and the revocation with it.
                     return Err(StoreError::LastAdminToken { name: token.name });
                 }
             }
             Ok(())
-        });
+        }).await;
         self.known_tokens().forget();
         revoked
     }

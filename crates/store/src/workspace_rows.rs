@@ -6,7 +6,8 @@
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::WorkspaceId;
-use emergent_wire::id::{ServerId, SessionId};
+use emergent_wire::id::{ServerId, SessionId, SnapshotId};
+use emergent_wire::mcp::McpConfig;
 use emergent_wire::workspace::{
     ContainerType, DeploymentMode, Lifecycle, NetworkMode, ProviderName, ResourceLimits, Workspace,
     WorkspaceStatus,
@@ -14,20 +15,17 @@ use emergent_wire::workspace::{
 use serde_json::{Map, Value};
 
 use crate::error::Result;
-use crate::types::{DbRow, Reader};
+use crate::query::Table;
+use crate::row::{Reader, Row};
 
-pub(crate) const TABLE: &str = "agent_workspaces";
-
-/// The columns of a [`WorkspaceRecord`], for `SELECT` and `RETURNING`.
-macro_rules! columns {
-    () => {
-        "id, agent_session_id, container_type, provider, provider_workspace_id, repository_url, branch, \
-         deployment_mode, lifecycle, status, created_at, last_used_at, expires_at, resource_limits, snapshot_id, \
-         mcp_config, metadata, image, network, ttl_seconds, placement, error, owner, attached_to, attached_at, \
-         name"
-    };
-}
-pub(crate) use columns;
+/// The columns of a [`WorkspaceRecord`].
+pub(crate) const WORKSPACES: Table = Table {
+    name: "agent_workspaces",
+    columns: "id, agent_session_id, container_type, provider, provider_workspace_id, repository_url, branch, \
+              deployment_mode, lifecycle, status, created_at, last_used_at, expires_at, resource_limits, \
+              snapshot_id, mcp_config, metadata, image, network, ttl_seconds, placement, error, owner, \
+              attached_to, attached_at, name",
+};
 
 /// A workspace that is about to be made.
 #[derive(Clone, Debug)]
@@ -53,11 +51,11 @@ pub struct NewWorkspace {
     /// What it may use at most.
     pub resource_limits: ResourceLimits,
     /// The snapshot it is made from.
-    pub snapshot_id: Option<String>,
+    pub snapshot_id: Option<SnapshotId>,
     /// For MCP servers: what they are called; no two have the same name.
     pub name: Option<String>,
     /// For MCP servers: their configuration.
-    pub mcp_config: Option<Value>,
+    pub mcp_config: Option<McpConfig>,
     /// What else there is to know.
     pub metadata: Map<String, Value>,
     /// The image.
@@ -126,8 +124,8 @@ pub struct WorkspaceFilter {
 }
 
 impl WorkspaceRecord {
-    pub(crate) fn from_row(row: &impl DbRow) -> Result<Self> {
-        let row = Reader::by_id(row, TABLE);
+    pub(crate) fn from_row(row: &Row) -> Result<Self> {
+        let row = Reader::by_id(row, WORKSPACES.name);
         let image = row.text("image")?;
         let network: NetworkMode = row.name("network")?;
         let error = row.text_or_null("error")?;
@@ -152,7 +150,7 @@ impl WorkspaceRecord {
             last_used_at: row.time("last_used_at")?,
             expires_at: row.time_or_null("expires_at")?,
             resource_limits: row.json("resource_limits")?,
-            snapshot_id: row.text_or_null("snapshot_id")?,
+            snapshot_id: row.id_in_text("snapshot_id")?,
             mcp_config: row.json_or_null("mcp_config")?,
             metadata: Value::Object(metadata),
             placement: row.json_or_null("placement")?,
@@ -163,6 +161,10 @@ impl WorkspaceRecord {
         let owner = row.uuid_or_null("owner")?.map(ServerId);
         let ttl_seconds = row.unsigned_or_null("ttl_seconds")?;
         let name = row.text_or_null("name")?;
+        if workspace.container_type == ContainerType::McpServer {
+            row.not_null("mcp_config", workspace.mcp_config.as_ref())?;
+            row.not_null("name", name.as_ref())?;
+        }
         Ok(Self { workspace, image, network, ttl_seconds, error, owner, name })
     }
 }

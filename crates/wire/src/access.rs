@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{ProjectId, SessionId, TokenId, WorkspaceId};
+use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 
 /// What a token may do.
@@ -114,4 +115,7 @@ pub struct CreatedToken {
 pub struct TokenList {
     /// The tokens, oldest first.
     pub tokens: Vec<Token>,
+    /// Tokens that can't be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRow>,
 }

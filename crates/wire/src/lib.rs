@@ -20,6 +20,7 @@ pub mod pool;
 pub mod size;
 pub mod snapshot;
 pub mod tools;
+pub mod unreadable;
 pub mod validate;
 pub mod workspace;
 

@@ -11,6 +11,7 @@ use crate::names::names;
 use crate::object::{self, Object};
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::{WORKSPACE_DIR, check_environment};
+use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 use crate::workspace::{
     ContainerType, Lifecycle, NetworkMode, Placement, ProviderChoice, ProviderName, RequestedLimits,
@@ -421,6 +422,9 @@ pub struct McpServer {
 pub struct McpServerList {
     /// Oldest first.
     pub servers: Vec<McpServer>,
+    /// Servers that can't be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRow>,
 }
 
 /// A line of a server's log.

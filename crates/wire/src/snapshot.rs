@@ -9,6 +9,7 @@ use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::{SnapshotId, WorkspaceId};
 use crate::names::names;
 use crate::object;
+use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 use crate::workspace::{CreateWorkspace, NetworkMode, ProviderName, RequestedLimits, ResourceLimits};
 
@@ -88,6 +89,9 @@ pub struct Snapshot {
 pub struct SnapshotList {
     /// The snapshots, newest first.
     pub snapshots: Vec<Snapshot>,
+    /// Rows of this page that can't be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRow>,
     /// Pass this as `cursor` for the next page; null on the last.
     pub next_cursor: Option<String>,
 }

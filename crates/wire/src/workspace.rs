@@ -7,11 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::git_url::check_repository;
-use crate::id::{SessionId, WorkspaceId};
+use crate::id::{SessionId, SnapshotId, WorkspaceId};
+use crate::mcp::McpConfig;
 use crate::names::names;
 use crate::object;
 use crate::size::{ByteSize, CpuCount};
 use crate::tools::check_environment;
+use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 
 /// The image a workspace has when the request names none.
@@ -356,10 +358,11 @@ pub struct Workspace {
     /// What it may use at most.
     pub resource_limits: ResourceLimits,
     /// The snapshot it was made from.
-    pub snapshot_id: Option<String>,
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub snapshot_id: Option<SnapshotId>,
     /// For MCP servers: their configuration.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<Object>))]
-    pub mcp_config: Option<serde_json::Value>,
+    pub mcp_config: Option<McpConfig>,
     /// What else there is to know: image, network, warnings, the last error.
     #[cfg_attr(feature = "openapi", schema(value_type = Object))]
     pub metadata: serde_json::Value,
@@ -450,6 +453,9 @@ pub fn check_holder(holder: &str) -> Result<(), ErrorDetail> {
 pub struct WorkspaceList {
     /// The workspaces, newest first.
     pub workspaces: Vec<Workspace>,
+    /// Rows of this page that can't be read.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRow>,
     /// Pass this as `cursor` for the next page; null on the last.
     pub next_cursor: Option<String>,
 }

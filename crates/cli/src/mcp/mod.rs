@@ -115,6 +115,7 @@ pub(crate) async fn run(args: McpArgs) -> Result<u8> {
         McpCommand::List => {
             let answer = context.client.call(Call::get(&["mcp", "servers"])).await?;
             context.show(&answer, |list: McpServerList| {
+                output::damaged(&list.unreadable);
                 if list.servers.is_empty() {
                     output::note(
                         "no MCP servers; register one with: emergent mcp register NAME --image IMAGE",

@@ -122,7 +122,7 @@ async fn watch(context: &Context, args: &ListArgs) -> Result<u8> {
 async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
     let list = if args.all {
         let workspaces = context.all_workspaces(|| page(args)).await?;
-        let list = WorkspaceList { workspaces, next_cursor: None };
+        let list = WorkspaceList { workspaces, unreadable: Vec::new(), next_cursor: None };
         if context.json {
             output::line(serde_json::to_string_pretty(&list)?)?;
             return Ok(0);
@@ -136,6 +136,7 @@ async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
         }
         answer.parse()?
     };
+    output::damaged(&list.unreadable);
     if args.quiet {
         list.workspaces.iter().try_for_each(|workspace| output::line(workspace.id))?;
     } else {

@@ -41,7 +41,8 @@ pub(super) const LIST: RouteRule = RouteRule::admin("token.list");
     responses((status = 200, body = TokenList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn list(State(app): State<App>) -> Result<Json<TokenList>, ApiError> {
     let tokens = app.workspaces.context.store.tokens().await?;
-    Ok(Json(TokenList { tokens }))
+    let unreadable = tokens.unreadable.into_iter().map(Into::into).collect();
+    Ok(Json(TokenList { tokens: tokens.readable, unreadable }))
 }
 
 pub(super) const REVOKE: RouteRule = RouteRule::admin("token.revoke");

@@ -182,10 +182,8 @@ impl Hosted {
 
 /// The configuration in a server's row.
 pub(crate) fn config_of(record: &WorkspaceRecord) -> Result<McpConfig, ErrorDetail> {
-    let config = record.workspace.mcp_config.clone().unwrap_or_default();
-    serde_json::from_value(config).map_err(|error| {
-        let message =
-            format!("the configuration of MCP server {} can't be read: {error}", record.workspace.id);
+    record.workspace.mcp_config.clone().ok_or_else(|| {
+        let message = format!("{} is a workspace, not an MCP server", record.workspace.id);
         ErrorDetail::new(ErrorCode::Internal, message)
     })
 }

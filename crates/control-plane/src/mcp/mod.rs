@@ -66,7 +66,7 @@ impl McpHost {
     /// Looks after every server there is: those with a row that are not looked after yet are started.
     pub(crate) async fn adopt_all(self: &Arc<Self>) {
         match self.workspaces.context.store.mcp_servers().await {
-            Ok(records) => records.iter().for_each(|record| self.adopt(record)),
+            Ok(records) => records.readable.iter().for_each(|record| self.adopt(record)),
             Err(error) => tracing::warn!(error = %error_of(error), "MCP servers can't be read"),
         }
     }
@@ -161,8 +161,9 @@ impl McpHost {
     /// All servers.
     pub(crate) async fn list(&self) -> Result<McpServerList, ErrorDetail> {
         let records = self.workspaces.context.store.mcp_servers().await.map_err(error_of)?;
-        let servers = records.iter().filter_map(|record| self.view(record).ok()).collect();
-        Ok(McpServerList { servers })
+        let servers = records.readable.iter().map(|record| self.view(record)).collect::<Result<_, _>>()?;
+        let unreadable = records.unreadable.into_iter().map(Into::into).collect();
+        Ok(McpServerList { servers, unreadable })
     }
 
     /// One server, with what it uses.

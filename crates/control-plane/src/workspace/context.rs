@@ -11,7 +11,7 @@ use emergent_store::{SealingKey, Store, WorkspaceRecord};
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
 use emergent_wire::id::ServerId;
-use emergent_wire::mcp::{McpConfig, McpVolume};
+use emergent_wire::mcp::McpVolume;
 use emergent_wire::workspace::{ContainerType, ProviderName, Workspace, WorkspaceStatus};
 use serde_json::{Map, Value, json};
 
@@ -98,7 +98,7 @@ impl Context {
             limits: workspace.resource_limits,
             max_tasks: self.settings.workspaces.max_tasks,
             network: record.network,
-            snapshot: workspace.snapshot_id.as_deref().and_then(|id| id.parse().ok()),
+            snapshot: workspace.snapshot_id,
             volumes: volumes_of(workspace),
             configuration: Some(Configuration {
                 environment,
@@ -166,7 +166,6 @@ impl Context {
 
 /// The named volumes of an MCP server.
 fn volumes_of(workspace: &Workspace) -> Vec<Volume> {
-    let config = workspace.mcp_config.clone().and_then(|config| serde_json::from_value(config).ok());
-    let volumes = config.map(|config: McpConfig| config.volumes).unwrap_or_default();
-    volumes.into_iter().map(|McpVolume { name, path }| Volume { name, path }).collect()
+    let volumes = workspace.mcp_config.iter().flat_map(|config| config.volumes.clone());
+    volumes.map(|McpVolume { name, path }| Volume { name, path }).collect()
 }

@@ -27,8 +27,6 @@ pub(crate) enum WorkspaceError {
     /// No provider can take the workspace.
     #[error(transparent)]
     Placement(ErrorDetail),
-    #[error("the request can't be written as JSON: {0}")]
-    Unwritable(#[source] serde_json::Error),
     #[error("the provider '{0}' is not enabled on this server; its workspaces can't be used")]
     ProviderDisabled(ProviderName),
     #[error("the workspace has no sandbox yet")]

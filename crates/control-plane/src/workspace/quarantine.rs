@@ -168,7 +168,7 @@ impl Quarantine {
         }
         let oldest = self.context.clock.now() - TimeDelta::days(i64::from(days));
         let pruned = async {
-            for record in self.context.store.all_snapshots().await? {
+            for record in self.context.store.all_snapshots().await?.readable {
                 let snapshot = &record.snapshot;
                 if snapshot.status == SnapshotStatus::Quarantined && snapshot.created_at < oldest {
                     tracing::warn!(snapshot = %snapshot.id, days, "nobody has restored files in quarantine; they are removed");

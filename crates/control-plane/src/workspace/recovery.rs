@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_providers::{Observed, ObservedState, ProviderTable, SharedProvider};
-use emergent_store::WorkspaceRecord;
+use emergent_store::{Unreadable, WorkspaceRecord};
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ContainerType, ProviderName, WorkspaceStatus};
 use emergent_wire::{SnapshotId, WorkspaceId};
 use futures_util::StreamExt;
 use futures_util::future::join_all;
+use uuid::Uuid;
 
 use super::connections::Connections;
 use super::context::Context;
@@ -181,9 +182,10 @@ impl Recovery {
     async fn rows_for_recovery(&self) -> Result<(HashSet<WorkspaceId>, Vec<Row>)> {
         let spares = self.context.store.spares().await?;
         let records = self.context.store.workspaces_in(WorkspaceStatus::ALL).await?;
-        let owners = records.iter().map(|record| record.owner);
+        let damaged = [damaged_ids(&spares.unreadable), damaged_ids(&records.unreadable)].concat();
+        let owners = records.readable.iter().map(|record| record.owner);
         self.context.servers.look_for(owners, &self.context.store).await?;
-        let rows = records.iter().map(|record| {
+        let rows = records.readable.iter().map(|record| {
             let id = record.workspace.id;
             let in_progress = is_supervised(record)
                 || self.is_changing(id)
@@ -193,12 +195,15 @@ impl Recovery {
             let (status, provider) = (record.workspace.status, record.workspace.provider);
             Row { id, status, provider, in_progress, is_connected }
         });
-        Ok((spares.iter().map(|spare| spare.id).collect(), rows.collect()))
+        // Nothing is done to the sandbox of a damaged row, as nothing is done to a spare.
+        let spares = spares.readable.iter().map(|spare| spare.id);
+        Ok((spares.chain(damaged.into_iter().map(WorkspaceId)).collect(), rows.collect()))
     }
 
     /// Finishes or undoes what was begun with snapshots, and sets copies aside that have no row.
     async fn recover_snapshots(&self, copies: HashMap<ProviderName, Vec<SnapshotId>>) -> Result<()> {
-        let records = self.context.store.all_snapshots().await?;
+        let snapshots = self.context.store.all_snapshots().await?;
+        let records = snapshots.readable;
         let owners = records.iter().map(|record| record.owner);
         self.context.servers.look_for(owners, &self.context.store).await?;
         for record in &records {
@@ -220,7 +225,8 @@ impl Recovery {
                 tracing::warn!(snapshot = %snapshot.id, %error, "files can't be set aside; it will be tried again");
             }
         }
-        let known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
+        let mut known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
+        known.extend(damaged_ids(&snapshots.unreadable).into_iter().map(SnapshotId));
         // Two providers may list the same copy: the first one has it.
         let mut orphans: BTreeMap<SnapshotId, ProviderName> = BTreeMap::new();
         let mut copies: Vec<_> = copies.into_iter().collect();
@@ -275,6 +281,14 @@ impl Recovery {
         let live = self.context.known_live(id);
         live.is_some_and(|live| live.connection().is_some())
     }
+}
+
+/// Logs damaged rows and gives their ids.
+fn damaged_ids(rows: &[Unreadable]) -> Vec<Uuid> {
+    for row in rows {
+        tracing::error!(id = %row.id, error = %row.error, "a damaged row: its sandbox is left alone until the row is repaired");
+    }
+    rows.iter().map(|row| row.id).collect()
 }
 
 /// An MCP server that is there: whoever supervises it looks after its sandbox too.

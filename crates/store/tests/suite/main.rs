@@ -8,6 +8,7 @@
 
 mod audit;
 mod audit_retention;
+mod damaged_rows;
 mod durability;
 mod expiry;
 mod idempotency;
@@ -67,7 +68,6 @@ both_engines! {
         recovery_sees_what_is_in_a_status,
         active_workspaces_are_counted_by_provider,
         an_environment_opens_with_its_row_and_key_only,
-        a_damaged_column_is_named,
         text_with_nul_is_stored;
     expiry:
         use_extends_the_life_and_never_moves_back,
@@ -119,6 +119,15 @@ both_engines! {
         one_server_takes_over_an_interrupted_request,
         keys_end_after_a_day,
         a_token_has_a_limited_number_of_keys;
+    damaged_rows:
+        each_damaged_column_of_a_workspace_is_named,
+        a_list_has_the_other_rows_and_names_the_damaged_one,
+        a_page_that_ends_with_a_damaged_row_has_a_next_page,
+        recovery_sees_a_workspace_with_an_unknown_status,
+        an_mcp_server_without_a_configuration_or_name_is_damaged,
+        a_damaged_row_is_not_changed,
+        damaged_spares_snapshots_and_tokens_are_named,
+        a_damaged_idempotency_key_setting_or_server_is_named;
     stored_credentials:
         the_migration_removes_credentials_from_stored_urls,
         rows_without_credentials_are_left_alone;

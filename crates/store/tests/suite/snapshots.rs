@@ -53,7 +53,7 @@ pub(crate) async fn snapshots_come_in_pages_and_by_workspace(db: TestDb) {
         store.insert_snapshot(&new(one, minute)).await.unwrap();
     }
     store.insert_snapshot(&new(other, 9)).await.unwrap();
-    assert_eq!(store.all_snapshots().await.unwrap().len(), 6);
+    assert_eq!(store.all_snapshots().await.unwrap().readable.len(), 6);
     let mut minutes = Vec::new();
     let mut cursor = None;
     loop {

@@ -35,7 +35,7 @@ async fn ready(store: &Store, image: &str) -> WorkspaceId {
 }
 
 async fn the_one(store: &Store, id: WorkspaceId) -> Option<Spare> {
-    store.spares().await.unwrap().into_iter().find(|spare| spare.id == id)
+    store.spares().await.unwrap().readable.into_iter().find(|spare| spare.id == id)
 }
 
 pub(crate) async fn spares_are_never_over_created(db: TestDb) {
@@ -76,7 +76,7 @@ pub(crate) async fn two_requests_never_get_one_spare(db: TestDb) {
     assert_eq!(winners[0].status, WorkspaceStatus::Creating);
     assert_eq!(winners[0].provider, Some(ProviderName::Gvisor));
     assert!(winners[0].placement.as_ref().unwrap().warm_hit);
-    assert_eq!(db.store.spares().await.unwrap(), []);
+    assert_eq!(db.store.spares().await.unwrap().readable, []);
     let record = db.store.workspace_record(id).await.unwrap();
     assert_eq!(record.owner, Some(db.store.server()));
 }

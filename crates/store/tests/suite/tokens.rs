@@ -46,7 +46,7 @@ pub(crate) async fn a_token_is_shown_once_and_verified(db: TestDb) {
     let request = bound_to(workspace_id, "session");
     let bound = store.create_token(&request, now()).await.unwrap();
     assert_eq!(bound.token.scope, TokenScope::Workspace { workspace_id });
-    let names: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.name).collect();
+    let names: Vec<_> = store.tokens().await.unwrap().readable.into_iter().map(|token| token.name).collect();
     assert_eq!(names, ["ci", "session"]);
     let request = bound_to(WorkspaceId::generate(), "nowhere");
     let error = store.create_token(&request, now()).await.unwrap_err();
@@ -70,7 +70,7 @@ pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
         let error = store.revoke_token(id, now()).await.unwrap_err();
         assert!(matches!(error, StoreError::NotFound { kind: "token", .. }), "{error}");
     }
-    let left: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.name).collect();
+    let left: Vec<_> = store.tokens().await.unwrap().readable.into_iter().map(|token| token.name).collect();
     assert_eq!(left, ["short"]);
 }
 
@@ -99,7 +99,7 @@ pub(crate) async fn a_name_is_used_once_at_a_time(db: TestDb) {
     store.create_token(&request, now()).await.unwrap();
     // That one has expired by then.
     store.create_token(&admin("ci"), now() + TimeDelta::seconds(1)).await.unwrap();
-    assert_eq!(store.tokens().await.unwrap().len(), 2);
+    assert_eq!(store.tokens().await.unwrap().readable.len(), 2);
 }
 
 pub(crate) async fn a_workspaces_tokens_go_with_it(db: TestDb) {
@@ -134,11 +134,11 @@ pub(crate) async fn tokens_of_projects_and_sessions_go_with_them(db: TestDb) {
             db.store.create_token(&NewToken { scope: missing, ..admin("none") }, now()).await.unwrap_err();
         assert!(matches!(error, StoreError::NotFound { kind: "project" | "session", .. }), "{error}");
     }
-    assert_eq!(db.store.tokens().await.unwrap().len(), 3);
+    assert_eq!(db.store.tokens().await.unwrap().readable.len(), 3);
     db.sql("DELETE FROM projects").await;
-    assert_eq!(db.store.tokens().await.unwrap().len(), 2);
+    assert_eq!(db.store.tokens().await.unwrap().readable.len(), 2);
     db.sql("DELETE FROM agent_sessions").await;
-    assert_eq!(db.store.tokens().await.unwrap(), []);
+    assert_eq!(db.store.tokens().await.unwrap().readable, []);
 }
 
 pub(crate) async fn last_use_is_written_once_a_minute(db: TestDb) {
@@ -148,7 +148,7 @@ pub(crate) async fn last_use_is_written_once_a_minute(db: TestDb) {
     for seconds in [0, 59, 60, 61, 121] {
         let at = now() + TimeDelta::seconds(seconds);
         store.verify_token(&created.secret, at).await.unwrap();
-        let used = store.tokens().await.unwrap()[0].last_used_at.unwrap();
+        let used = store.tokens().await.unwrap().readable[0].last_used_at.unwrap();
         seen.push((used - now()).num_seconds());
     }
     assert_eq!(seen, [0, 0, 60, 60, 121]);
@@ -167,7 +167,7 @@ pub(crate) async fn the_last_usable_admin_token_is_not_revoked(db: TestDb) {
     assert!(matches!(&error, StoreError::LastAdminToken { name } if name == "last"), "{error}");
     assert!(error.to_string().contains("create another admin token first"), "{error}");
     store.verify_token(&last.secret, now()).await.unwrap();
-    assert_eq!(store.tokens().await.unwrap().len(), 3);
+    assert_eq!(store.tokens().await.unwrap().readable.len(), 3);
 
     // Tokens that nobody administers with can always go.
     store.revoke_token(expired.token.id, now()).await.unwrap();
@@ -181,7 +181,8 @@ pub(crate) async fn revoking_all_admin_tokens_at_once_leaves_one(db: TestDb) {
     // On PostgreSQL a second server has connections of its own.
     let other = if db.is_sqlite() { db.store.clone() } else { db.location.open().await.unwrap() };
     for round in 0..10 {
-        let mut ids: Vec<_> = db.store.tokens().await.unwrap().into_iter().map(|token| token.id).collect();
+        let mut ids: Vec<_> =
+            db.store.tokens().await.unwrap().readable.into_iter().map(|token| token.id).collect();
         for number in ids.len()..2 {
             let request = admin(&format!("{round}-{number}"));
             ids.push(db.store.create_token(&request, now()).await.unwrap().token.id);
@@ -198,7 +199,7 @@ pub(crate) async fn revoking_all_admin_tokens_at_once_leaves_one(db: TestDb) {
             }
         }
         assert_eq!(refused, 1);
-        assert_eq!(db.store.tokens().await.unwrap().len(), 1);
+        assert_eq!(db.store.tokens().await.unwrap().readable.len(), 1);
     }
 }
 
@@ -210,7 +211,7 @@ pub(crate) async fn a_token_is_replaced_by_one_with_its_name(db: TestDb) {
     let second = store.replace_token(&admin("first-start"), now()).await.unwrap();
     assert_eq!(refusal(store.verify_token(&first.secret, now()).await), TokenRefusal::Revoked);
     store.verify_token(&second.secret, now()).await.unwrap();
-    let left: Vec<_> = store.tokens().await.unwrap().into_iter().map(|token| token.id).collect();
+    let left: Vec<_> = store.tokens().await.unwrap().readable.into_iter().map(|token| token.id).collect();
     assert_eq!(left, [second.token.id]);
 
     let request = bound_to(db.add().await.id, "first-start");
@@ -236,5 +237,5 @@ pub(crate) async fn a_token_is_replaced_by_one_with_its_name(db: TestDb) {
     for secret in &secrets {
         accepted += usize::from(store.verify_token(secret, now()).await.is_ok());
     }
-    assert_eq!((accepted, store.tokens().await.unwrap().len()), (1, 1));
+    assert_eq!((accepted, store.tokens().await.unwrap().readable.len()), (1, 1));
 }

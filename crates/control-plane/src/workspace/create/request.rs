@@ -69,7 +69,7 @@ impl Order {
     ) -> Result<Self> {
         let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
         limits.validate()?;
-        let config = serde_json::to_value(McpConfig::from(&request)).map_err(WorkspaceError::Unwritable)?;
+        let config = McpConfig::from(&request);
         let wish = PlacementRequest {
             container_type: ContainerType::McpServer,
             provider: request.provider.unwrap_or(ProviderChoice::Auto),
@@ -122,7 +122,7 @@ impl Order {
             ttl_seconds: Some(request.ttl_seconds.unwrap_or(settings.default_ttl_seconds)),
             resource_limits: limits,
             network: request.network.unwrap_or(snapshot.network),
-            snapshot_id: Some(snapshot.id.to_string()),
+            snapshot_id: Some(snapshot.id),
             ..NewWorkspace::agent(WorkspaceId::generate(), snapshot.image)
         };
         Ok(Self { new, environment: request.environment, wish, may_be_warm: false })

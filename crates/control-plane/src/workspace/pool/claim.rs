@@ -110,7 +110,7 @@ impl Pool {
 
     /// Opens a channel to a spare that fits, if there is one.
     async fn adopt_for(&self, shape: &Shape) -> Result<()> {
-        let spares = self.context.store.spares().await?;
+        let spares = self.context.store.spares().await?.readable;
         let is_ready = |spare: &&Spare| spare.status == SpareStatus::Ready && spare.shape == *shape;
         for spare in spares.iter().filter(is_ready) {
             self.adopt_spares(std::slice::from_ref(spare)).await;

@@ -212,7 +212,7 @@ impl Pool {
         let is_on = target.shapes.iter().any(|shape| shape.size > 0);
         self.is_on.store(is_on, Ordering::Relaxed);
         let wanted = self.wanted(&target).await;
-        let spares = self.context.store.spares().await?;
+        let spares = self.context.store.spares().await?.readable;
         let owners = spares.iter().map(|spare| spare.owner);
         self.context.servers.look_for(owners, &self.context.store).await?;
         self.forget_spares(&spares);
@@ -394,7 +394,7 @@ impl Pool {
     }
 
     async fn count_spares(&self) {
-        if let Ok(spares) = self.context.store.spares().await {
+        if let Ok(spares) = self.context.store.spares().await.map(|spares| spares.readable) {
             for status in SpareStatus::ALL {
                 let count = spares.iter().filter(|spare| spare.status == *status).count();
                 #[allow(clippy::cast_precision_loss, reason = "a count of spares is small")]
@@ -406,7 +406,7 @@ impl Pool {
     /// The pool as it stands.
     pub(crate) async fn status(&self) -> Result<PoolStatus> {
         let (target, set_at_run_time) = self.target().await?;
-        let spares = self.context.store.spares().await?;
+        let spares = self.context.store.spares().await?.readable;
         let failing = self.failing().clone();
         let mut matched = 0;
         let mut shapes = Vec::new();
