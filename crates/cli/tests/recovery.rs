@@ -138,6 +138,42 @@ async fn an_empty_sandbox_without_a_row_is_removed_after_a_grace_and_those_of_ot
 }
 
 #[tokio::test]
+async fn a_damaged_row_is_named_in_its_list_and_its_sandbox_is_left_alone() {
+    let mut server = TestServer::start(BINARY).await;
+    let docker = json!({ "provider": "docker", "network": "isolated" });
+    let (good, damaged) = (server.create(docker.clone()).await, server.create(docker).await);
+    server.kill();
+    server.sql(&format!("UPDATE agent_workspaces SET status = 'lost' WHERE id = '{damaged}'")).await;
+    server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
+    let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    let ids = |list: &str| -> Vec<String> {
+        let rows = listed[list].as_array().unwrap().iter();
+        rows.map(|row| row["id"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!((ids("workspaces"), ids("unreadable")), (vec![good.clone()], vec![damaged.clone()]));
+    let error = listed["unreadable"][0]["error"].as_str().unwrap();
+    assert!(error.contains("column status is damaged: 'lost'"), "{error}");
+    let output = Command::new(BINARY)
+        .args(["workspace", "list"])
+        .env("EMERGENT_DATA_DIR", server.data_dir())
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("column status is damaged"), "{said}");
+    let quarantined = server.request("GET", "/api/v1/agent/workspaces/quarantine", None).await.ok();
+    assert_eq!(quarantined["snapshots"], json!([]));
+    assert_eq!(server.bash(&good, "echo alive").await, "alive\n");
+
+    server.kill();
+    server.sql(&format!("UPDATE agent_workspaces SET status = 'ready' WHERE id = '{damaged}'")).await;
+    server.start_again().await;
+    assert_eq!(server.bash(&damaged, "echo alive").await, "alive\n");
+    server.destroy(&good).await;
+    server.destroy(&damaged).await;
+    server.stop();
+}
+
+#[tokio::test]
 async fn a_second_server_on_the_same_data_is_refused() {
     let server = TestServer::start(BINARY).await;
     let output = Command::new(BINARY)
