@@ -6,7 +6,9 @@ use crate::error::{ErrorCode, ErrorDetail};
 use crate::names::names;
 use crate::object;
 use crate::validate::Validate;
-use crate::workspace::{NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits};
+use crate::workspace::{
+    CreateWorkspace, NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits,
+};
 
 names!(
     /// Where a spare stands.
@@ -67,10 +69,9 @@ impl Validate for PoolTarget {
             return bad(format!("the sizes add up to more than {MAX_SPARES} spares"));
         }
         for shape in &self.shapes {
-            let request =
-                crate::workspace::CreateWorkspace { image: shape.image.clone(), ..Default::default() };
-            request.validate()?;
-            shape.resource_limits.unwrap_or_default().or(ResourceLimits::default()).validate()?;
+            // A shape is what a request for a workspace can ask for.
+            let PoolShape { image, resource_limits, .. } = shape.clone();
+            CreateWorkspace { image, resource_limits, ..CreateWorkspace::default() }.validate()?;
         }
         Ok(())
     }

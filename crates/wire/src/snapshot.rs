@@ -122,6 +122,7 @@ pub struct FromSnapshot {
 impl Validate for FromSnapshot {
     fn validate(&self) -> Result<(), ErrorDetail> {
         CreateWorkspace {
+            resource_limits: self.resource_limits,
             environment: self.environment.clone(),
             ttl_seconds: self.ttl_seconds,
             ..CreateWorkspace::default()
