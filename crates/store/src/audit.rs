@@ -44,7 +44,7 @@ pub(crate) const AUDIT: Table = Table {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AuditOutcome {
-    /// It did what was asked.
+    /// It succeeded.
     Success,
     /// It was tried and failed.
     Failure,
@@ -80,12 +80,12 @@ impl FromStr for AuditOutcome {
     }
 }
 
-/// What happened.
+/// An audited call.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AuditEntry {
     /// When it began.
     pub at: DateTime<Utc>,
-    /// The token of whoever did it.
+    /// The caller's token.
     pub actor_token_id: Option<TokenId>,
     /// The name that token had.
     pub actor_name: Option<String>,
@@ -101,7 +101,7 @@ pub struct AuditEntry {
     pub error_code: Option<String>,
     /// How long it took.
     pub duration_ms: u64,
-    /// What was asked, in short; never contents.
+    /// A summary of the request, without contents.
     pub request: Value,
     /// The id of the HTTP request.
     pub request_id: Option<String>,
@@ -112,7 +112,7 @@ pub struct AuditEntry {
 pub struct AuditRecord {
     /// Its number; the first is 1.
     pub seq: u64,
-    /// What happened.
+    /// The call.
     #[serde(flatten)]
     pub entry: AuditEntry,
     /// The hash of the row before, in hexadecimal.

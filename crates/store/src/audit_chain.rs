@@ -25,13 +25,13 @@ use crate::audit::AuditEntry;
 
 pub(crate) type Hash = [u8; 32];
 
-/// What is wrong with the audit log.
+/// The first fault of the audit log.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("at row {seq}: {fault}")]
 pub struct BrokenAudit {
     /// The first row that is not as it was written.
     pub seq: u64,
-    /// What is wrong there.
+    /// The fault.
     pub fault: AuditFault,
 }
 
@@ -137,7 +137,7 @@ impl BrokenAudit {
     }
 }
 
-/// Where the kept part of the log begins: the last row that retention removed. Rows are numbered from 1, so `seq`
+/// The start of the kept part of the log: the last row that retention removed. Rows are numbered from 1, so `seq`
 /// is also the number of rows that were removed in all.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AuditAnchor {

@@ -16,13 +16,13 @@ use crate::types::to_microseconds;
 /// The longest line of an export.
 const MAX_LINE_BYTES: usize = 4 << 20;
 
-/// What is wrong with exported rows.
+/// The first fault of exported rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {fault}")]
 pub struct BrokenExport {
     /// The first line that is wrong, counted over all exports from 1.
     pub line: u64,
-    /// What is wrong there.
+    /// The fault.
     pub fault: ExportFault,
 }
 

@@ -47,7 +47,7 @@ impl AuditRange {
     }
 }
 
-/// What a cut removed. The caller appends it to the log as an entry of its own.
+/// The rows that a cut removed. The caller appends it to the log as an entry of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditCut {
     /// How many rows were removed.

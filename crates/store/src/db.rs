@@ -27,7 +27,7 @@ pub(crate) enum Db {
     Postgres(PgPool),
 }
 
-/// What only one transaction may do at a time, over all servers on one PostgreSQL database. On SQLite every
+/// An operation that only one transaction may do at a time, over all servers on one PostgreSQL database. On SQLite every
 /// write transaction excludes every other.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Lock {

@@ -1,6 +1,6 @@
-//! What can go wrong in the store, in the terms of its callers.
+//! The errors of the store.
 //!
-//! `Display` says what happened and, where the operator can act, what to do; the cause is the `source`.
+//! `Display` names the problem and, where the operator can act, the next step. The cause is the `source`.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,28 +19,28 @@ pub type Result<T> = std::result::Result<T, StoreError>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// There is no such row.
+    /// The row does not exist.
     #[error("there is no {kind} {id}")]
     NotFound {
-        /// What was looked for: `workspace`, `token`, …
+        /// The kind of row: `workspace`, `token`, …
         kind: &'static str,
         /// Its id.
         id: String,
     },
-    /// Something with this id or name is there already.
+    /// A row with this id or name exists already.
     #[error("there is already a {kind} {name}")]
     Conflict {
-        /// What it is.
+        /// The kind of row.
         kind: &'static str,
         /// Its id or name.
         name: String,
     },
-    /// No more live workspaces may be made.
+    /// The limit of live workspaces is reached.
     #[error("the limit of {limit} live workspaces is reached ({current} exist)")]
     LimitReached {
         /// The limit.
         limit: u32,
-        /// How many there are.
+        /// The number of live workspaces.
         current: u64,
     },
     /// The workspace is not in a status that allows the change.
@@ -104,7 +104,7 @@ pub enum StoreError {
         "migration {version} of the database is not this program's: the database belongs to another build"
     )]
     MigrationChanged {
-        /// Which one.
+        /// The migration.
         version: i64,
     },
     /// Another process has the SQLite file open.
@@ -134,7 +134,7 @@ pub enum StoreError {
         row: String,
         /// The column.
         column: &'static str,
-        /// What is wrong with it.
+        /// Why the value can't be read.
         reason: String,
     },
     /// The database can't be reached or is overloaded; the same call may succeed later.
@@ -143,7 +143,7 @@ pub enum StoreError {
     /// The database can be read, if at all, but not written.
     #[error("the database can't be written: it is read-only, or its disk is full")]
     Unwritable(#[source] sqlx::Error),
-    /// The SQLite file is not what SQLite wrote.
+    /// The SQLite file is damaged.
     #[error(
         "the database file is damaged: restore emergent.db from a backup. Without one, move emergent.db and the files beside it \
          whose names begin with it away, then start once with --adopt, which keeps the disks of all workspaces"
@@ -155,11 +155,11 @@ pub enum StoreError {
     /// A file can't be used.
     #[error("can't {doing} {}", path.display())]
     File {
-        /// What was to be done.
+        /// The operation.
         doing: &'static str,
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }
@@ -189,11 +189,11 @@ impl From<sqlx::Error> for StoreError {
             }
             E::Database(detail) => {
                 let code = detail.code();
-                match Trouble::of(code.as_deref().unwrap_or_default()) {
-                    Trouble::Passing => Self::Unavailable(error),
-                    Trouble::Unwritable => Self::Unwritable(error),
-                    Trouble::DamagedFile => Self::DamagedFile(error),
-                    Trouble::Other => Self::Database(error),
+                match ErrorClass::of(code.as_deref().unwrap_or_default()) {
+                    ErrorClass::Transient => Self::Unavailable(error),
+                    ErrorClass::Unwritable => Self::Unwritable(error),
+                    ErrorClass::DamagedFile => Self::DamagedFile(error),
+                    ErrorClass::Other => Self::Database(error),
                 }
             }
             _ => Self::Database(error),
@@ -201,38 +201,40 @@ impl From<sqlx::Error> for StoreError {
     }
 }
 
-/// What a database's error code stands for.
-enum Trouble {
+/// The class of a database's error code.
+enum ErrorClass {
     /// The same call may succeed later without anybody changing it.
-    Passing,
-    /// Somebody must make room, or the file writable.
+    Transient,
+    /// The disk is full, or the file is read-only.
     Unwritable,
     /// The file is damaged, or no database.
     DamagedFile,
     Other,
 }
 
-impl Trouble {
+impl ErrorClass {
     fn of(code: &str) -> Self {
         // PostgreSQL's codes have five characters; SQLite's are decimal, with the kind in the lowest byte.
         match code.parse::<u32>().ok().filter(|_| code.len() < 5).map(|code| code & 0xff) {
             // Busy, locked.
-            Some(5 | 6) => return Trouble::Passing,
+            Some(5 | 6) => return ErrorClass::Transient,
             // Read-only, input or output failed, full, can't be opened.
-            Some(8 | 10 | 13 | 14) => return Trouble::Unwritable,
+            Some(8 | 10 | 13 | 14) => return ErrorClass::Unwritable,
             // Malformed, not a database.
-            Some(11 | 26) => return Trouble::DamagedFile,
-            Some(_) => return Trouble::Other,
+            Some(11 | 26) => return ErrorClass::DamagedFile,
+            Some(_) => return ErrorClass::Other,
             None => {}
         }
         match code {
             // Read-only transaction, disk full.
-            "25006" | "53100" => Trouble::Unwritable,
+            "25006" | "53100" => ErrorClass::Unwritable,
             // A lock can't be had.
-            "55P03" => Trouble::Passing,
+            "55P03" => ErrorClass::Transient,
             // Connection, resources, operator intervention and time-outs, rolled back transactions.
-            _ if ["08", "53", "57", "40"].iter().any(|class| code.starts_with(class)) => Trouble::Passing,
-            _ => Trouble::Other,
+            _ if ["08", "53", "57", "40"].iter().any(|class| code.starts_with(class)) => {
+                ErrorClass::Transient
+            }
+            _ => ErrorClass::Other,
         }
     }
 }

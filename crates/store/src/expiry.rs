@@ -1,8 +1,8 @@
-//! How long workspaces live.
+//! Expiry of workspaces.
 //!
-//! Expiry is a column, not a timer: it survives a restart, and a use that comes between the sweep's look and its
-//! act wins, as the act asks again whether the time is over. The time to live begins when the workspace is ready,
-//! and never changes; a use moves the end ahead and never back.
+//! Expiry is a column, not a timer, so it survives a restart. The sweep first lists overdue workspaces and then expires
+//! each with a statement that checks the time again, so a use between the two wins. The time to live begins when the
+//! workspace is ready and never changes. A use moves the expiry ahead and never back.
 
 use chrono::{DateTime, Utc};
 use emergent_wire::WorkspaceId;
@@ -17,8 +17,8 @@ use crate::workspace_rows::{WORKSPACES, expiry};
 use crate::workspaces::{status_of, updated};
 
 impl Store {
-    /// The workspace takes calls from now on: its time to live begins, and the last error is cleared. Refused
-    /// while it is being destroyed.
+    /// Sets the status to `ready`, starts the time to live and clears the last error. Refused while the workspace is being
+    /// destroyed.
     pub async fn set_ready(&self, id: WorkspaceId, now: DateTime<Utc>) -> Result<Workspace> {
         let expires_at = expiry(now, self.ttl(id).await?);
         self.db()
@@ -39,7 +39,7 @@ impl Store {
             .await
     }
 
-    /// The workspace was used: it expires its time to live after `now`. Never moves back in time.
+    /// Records a use at `now`: the workspace expires its time to live later. An earlier use than the last changes nothing.
     pub async fn touch(&self, id: WorkspaceId, now: DateTime<Utc>) -> Result<()> {
         // The time to live never changes, so it can be read beforehand, off the one writer.
         let expires_at = expiry(now, self.ttl(id).await?);
@@ -63,7 +63,7 @@ impl Store {
         }
     }
 
-    /// Up to `limit` agent workspaces whose time is over, the longest overdue first.
+    /// Up to `limit` expired agent workspaces, the longest overdue first.
     pub async fn expired(&self, now: DateTime<Utc>, limit: u32) -> Result<Vec<WorkspaceId>> {
         let rows = query(
             "SELECT id FROM agent_workspaces
@@ -78,7 +78,7 @@ impl Store {
         rows.iter().map(|row| Reader::by_id(row, WORKSPACES.name).uuid("id").map(WorkspaceId)).collect()
     }
 
-    /// Begins to destroy a workspace if its time is over still; `false` if it was used in the meantime.
+    /// Begins to destroy a workspace if it is still expired. False if it was used meanwhile.
     pub async fn expire(&self, id: WorkspaceId, now: DateTime<Utc>) -> Result<bool> {
         let expired = query(
             "UPDATE agent_workspaces SET status = 'destroying', owner = $3
@@ -107,7 +107,7 @@ impl Store {
         rows.iter().map(|row| Reader::by_id(row, WORKSPACES.name).uuid("id").map(WorkspaceId)).collect()
     }
 
-    /// Begins to stop a workspace if it was not used since `before`; `false` if it was.
+    /// Begins to stop a workspace unless it was used since `before`. False if it was.
     pub async fn stop_if_unused(&self, id: WorkspaceId, before: DateTime<Utc>) -> Result<bool> {
         let stopped = query(
                 "UPDATE agent_workspaces SET status = 'stopping', owner = $3

@@ -67,7 +67,7 @@ impl IdempotentRequest {
     }
 }
 
-/// Where a request with a key stands.
+/// The status of a request with a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IdempotencyStatus {
     /// It runs, or was interrupted by the end of its server.
@@ -91,17 +91,17 @@ impl std::str::FromStr for IdempotencyStatus {
 /// An earlier request with the same key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EarlierRequest {
-    /// What it made or is making, if that is known.
+    /// The resource that it made or is making, if that is known.
     pub resource_id: Option<Uuid>,
-    /// Where it stands.
+    /// Its status.
     pub status: IdempotencyStatus,
     /// The server that works on it; none when it is done.
     pub owner: Option<ServerId>,
-    /// When it came.
+    /// When it was received.
     pub created_at: DateTime<Utc>,
 }
 
-/// What [`Store::begin_idempotent`] found.
+/// The result of [`Store::begin_idempotent`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Begun {
     /// Nothing: this call works on the request, and finishes or forgets it.

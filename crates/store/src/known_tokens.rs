@@ -1,7 +1,7 @@
-//! Tokens that were verified a moment ago, so that not every request asks the database.
+//! A cache of verified tokens, so that not every request reads the database.
 //!
-//! Whatever takes a token away through this store empties the memory. Another server on the same PostgreSQL database
-//! can take one away as well: there a token is remembered for a moment only.
+//! A revocation through this store empties the cache. Other servers on the same PostgreSQL database revoke without this
+//! store's knowledge, so entries live only briefly there.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,24 +10,24 @@ use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::access::Token;
 use tokio::sync::watch;
 
-/// As precise as the time of a token's last use.
+/// The lifetime of an entry when this server is alone. The time of a token's last use is as precise.
 pub(crate) const ALONE: TimeDelta = TimeDelta::minutes(1);
-/// Where other servers may revoke.
+/// The lifetime of an entry when other servers may revoke tokens.
 pub(crate) const SHARED: TimeDelta = TimeDelta::milliseconds(400);
-/// More are not remembered: then all are forgotten.
+/// The most entries. One more empties the cache.
 const MOST: usize = 1024;
 
 pub(crate) struct KnownTokens {
     kept_for: TimeDelta,
     state: Mutex<State>,
-    /// Tells that tokens were taken away.
+    /// Signals revocations.
     taken_away: watch::Sender<()>,
 }
 
 #[derive(Default)]
 struct State {
     tokens: HashMap<Vec<u8>, Known>,
-    /// How often the memory was emptied.
+    /// How often the cache was emptied.
     changes: u64,
 }
 
@@ -54,12 +54,12 @@ impl KnownTokens {
         (good && age >= TimeDelta::zero() && age < self.kept_for).then(|| known.token.clone())
     }
 
-    /// To be asked before a token is looked up.
+    /// The number of revocations. A caller reads it before it looks a token up.
     pub(crate) fn changes(&self) -> u64 {
         self.state().changes
     }
 
-    /// Remembers a token, unless one was taken away since it was looked up.
+    /// Adds a token, unless a revocation came after its lookup.
     pub(crate) fn put(&self, changes: u64, hash: Vec<u8>, token: Token, verified_at: DateTime<Utc>) {
         let mut state = self.state();
         if state.changes != changes {
@@ -71,7 +71,7 @@ impl KnownTokens {
         state.tokens.insert(hash, Known { token, verified_at });
     }
 
-    /// A token was taken away.
+    /// Empties the cache because a token was revoked.
     pub(crate) fn forget(&self) {
         let mut state = self.state();
         state.changes += 1;
@@ -80,7 +80,7 @@ impl KnownTokens {
         self.taken_away.send_replace(());
     }
 
-    /// Changes each time that tokens were taken away through this store.
+    /// Changes at each revocation through this store.
     pub(crate) fn watch(&self) -> watch::Receiver<()> {
         self.taken_away.subscribe()
     }
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_looked_up_before_a_revocation_is_not_remembered_after_it() {
+    fn a_token_looked_up_before_a_revocation_is_not_cached_after_it() {
         let (known, now) = (KnownTokens::new(ALONE), Utc::now());
         let looked_up = known.changes();
         known.forget();

@@ -5,7 +5,7 @@
 //! `RETURNING` and `ON CONFLICT`, and the few types on which the engines differ have wrappers.
 //!
 //! Invariants:
-//! - What a call has answered is on disk: neither `kill -9` nor a power cut takes it back.
+//! - A change is on disk before its call returns: it survives `kill -9` and a power cut.
 //! - A change that depends on what was there before (the concurrency limit, a change of status, the audit
 //!   chain) is one transaction, so it holds however many callers come at once.
 //! - No secret is stored in the clear: tokens are hashed, environments are sealed ([`seal`]), git URLs carry none.

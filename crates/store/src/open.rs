@@ -35,7 +35,7 @@ const STATEMENT_TIMEOUT: &str = "30s";
 const SQLITE_READERS: u32 = 4;
 const POSTGRES_CONNECTIONS: u32 = 16;
 
-/// Where the data is.
+/// The location of the database.
 #[derive(Clone)]
 pub enum StoreConfig {
     /// A SQLite file; made when it is not there. Its directory must exist.
@@ -139,7 +139,7 @@ impl Store {
     }
 }
 
-/// Two servers on one file would each believe that the sandboxes are theirs.
+/// Locks the SQLite file. Two servers on one file would both manage the same sandboxes.
 async fn lock(database: &Path) -> Result<ProcessLock> {
     let mut file = database.as_os_str().to_owned();
     file.push(".lock");

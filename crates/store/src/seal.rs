@@ -1,4 +1,4 @@
-//! Seals secrets for the database.
+//! Encrypts secrets for the database.
 //!
 //! AES-256-GCM with a random nonce. The place of a value (table, column, row id) is associated data, so a sealed
 //! value that somebody copies to another row or column does not open there. Layout:
@@ -76,12 +76,12 @@ pub enum SealError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }
 
-/// Where a sealed value is. It opens there only.
+/// The place of a sealed value. The value opens only there.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     table: &'static str,
@@ -287,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_sealed_opens_in_its_place_only(text: Vec<u8>, row: u128, other: u128) {
+        fn a_sealed_value_opens_only_in_its_place(text: Vec<u8>, row: u128, other: u128) {
             prop_assume!(row != other);
             let sealed = key(1).seal(place(row), &text);
             prop_assert_eq!(&*key(1).open(place(row), &sealed).unwrap(), &text);

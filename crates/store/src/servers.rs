@@ -1,8 +1,8 @@
-//! The servers that work on one database, and which of them changes what.
+//! The servers that share one database, and the owners of rows.
 //!
-//! A row names the server that is changing it. What a server that ended had begun is finished or undone by another,
-//! so it must be told from a server that still works: each counts up its own number, and who sees a number stand
-//! still knows. No clocks are compared.
+//! A row names its owner: the server that is changing it. When a server dies, another one finishes or undoes its
+//! changes. Each server counts up its own number (its beat). A server whose beat stands still is dead. No clocks are
+//! compared.
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::id::ServerId;
@@ -24,7 +24,7 @@ impl Store {
         matches!(self.db(), Db::Postgres(_))
     }
 
-    /// Shows the others that this server works.
+    /// Counts up this server's beat.
     pub async fn beat(&self) -> Result<()> {
         query(
             "INSERT INTO servers (id, beat) VALUES ($1, 1)
@@ -36,7 +36,7 @@ impl Store {
         Ok(())
     }
 
-    /// All servers that did not say they end, and how far each has counted.
+    /// The beats of all servers that were not deleted.
     pub async fn servers(&self) -> Result<Vec<(ServerId, u64)>> {
         let rows = query("SELECT id, beat FROM servers ORDER BY id")
             .fetch_all(&mut self.db().reader().await?)
@@ -49,13 +49,13 @@ impl Store {
             .collect()
     }
 
-    /// Forgets a server: itself when it ends, or one that is dead.
+    /// Deletes a server: this one when it ends, or a dead one.
     pub async fn forget_server(&self, id: ServerId) -> Result<()> {
         query("DELETE FROM servers WHERE id = $1").bind(id.0).execute(&mut self.db().writer().await?).await?;
         Ok(())
     }
 
-    /// Makes this server the one that changes a workspace, if `from` (or nobody) is; false if another is by now.
+    /// Makes this server the owner of a workspace if `from` still is. False if the owner is another one.
     pub async fn take_over(&self, id: WorkspaceId, from: Option<ServerId>) -> Result<bool> {
         let taken =
             query("UPDATE agent_workspaces SET owner = $2 WHERE id = $1 AND owner IS NOT DISTINCT FROM $3")
@@ -67,7 +67,7 @@ impl Store {
         Ok(taken == 1)
     }
 
-    /// This server no longer changes a workspace.
+    /// Ends this server's ownership of a workspace.
     pub async fn release(&self, id: WorkspaceId) -> Result<()> {
         query("UPDATE agent_workspaces SET owner = NULL WHERE id = $1 AND owner = $2")
             .bind(id.0)

@@ -1,4 +1,4 @@
-//! Single values of the installation: its id, the check value of the sealing key, the head of the audit chain.
+//! Settings: single values of the installation, such as its id, the check value of the sealing key, the head of the audit chain.
 
 use std::fmt::Display;
 
@@ -15,7 +15,7 @@ use crate::seal::{Place, SealError, SealingKey};
 const INSTALLATION_ID: &str = "installation_id";
 const KEY_CHECK: &str = "sealing_key_check";
 
-/// What the key check seals: the answer to whether a key is the right one.
+/// The text that the key check seals. A wrong key can't open it.
 const KEY_CHECK_TEXT: &[u8] = b"emergent";
 const KEY_CHECK_PLACE: Place = Place::new("settings", "value", Uuid::nil());
 
@@ -31,8 +31,8 @@ impl Store {
         self.put_setting(INSTALLATION_ID, &id.to_string()).await
     }
 
-    /// Refuses a key other than the one that this database's values are sealed with. The first key that comes
-    /// is taken for the right one.
+    /// Refuses a key other than the one that this database's values are sealed with. The first key that is checked becomes
+    /// that key.
     pub async fn check_key(&self, key: &SealingKey) -> Result<()> {
         let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
         let check = self.setting_or_insert(KEY_CHECK, &check).await?;
@@ -49,8 +49,8 @@ impl Store {
         Ok(self.setting(KEY_CHECK).await?.is_some())
     }
 
-    /// Takes a new key, as the old one is lost: removes what was sealed with it, which are the variables of workspaces and MCP
-    /// servers. Says of how many.
+    /// Replaces a lost key. Removes the values that were sealed with it: the variables of workspaces and MCP servers. Gives
+    /// the number of workspaces and servers.
     pub async fn replace_key(&self, key: &SealingKey) -> Result<u64> {
         let check = hex::encode(key.seal(KEY_CHECK_PLACE, KEY_CHECK_TEXT));
         self.db()

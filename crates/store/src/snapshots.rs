@@ -35,28 +35,28 @@ const SNAPSHOTS: Table = Table {
 pub struct NewSnapshot {
     /// Its id.
     pub id: SnapshotId,
-    /// What it is a copy of.
+    /// The copied workspace.
     pub workspace_id: WorkspaceId,
-    /// What the workspace is on.
+    /// The workspace's provider.
     pub provider: ProviderName,
-    /// What the caller calls it.
+    /// The caller's description.
     pub description: Option<String>,
     /// The workspace's image.
     pub image: String,
-    /// What the workspace can reach.
+    /// The workspace's network mode.
     pub network: NetworkMode,
     /// The workspace's limits.
     pub limits: ResourceLimits,
     /// Whether it holds the workspace's memory too.
     pub memory: bool,
-    /// When it was asked for.
+    /// When it was requested.
     pub created_at: DateTime<Utc>,
 }
 
-/// A snapshot, with what only the server needs to know.
+/// A snapshot with the columns that only the server uses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SnapshotRecord {
-    /// As callers see it.
+    /// The part that callers see.
     pub snapshot: Snapshot,
     /// The server that is making or removing it.
     pub owner: Option<ServerId>,
@@ -87,13 +87,13 @@ fn missing(id: SnapshotId) -> StoreError {
 }
 
 impl Store {
-    /// Writes down that a snapshot is about to be made.
+    /// Inserts a snapshot that is about to be made.
     pub async fn insert_snapshot(&self, new: &NewSnapshot) -> Result<Snapshot> {
         let inserted = self.insert(new, SnapshotStatus::Creating, Some(self.server())).await?;
         inserted.ok_or_else(|| StoreError::Conflict { kind: "snapshot", name: new.id.to_string() })
     }
 
-    /// Writes down that files without a row are set aside under this id; false if that was written down before.
+    /// Inserts a snapshot for files that go to quarantine. False if it was inserted before.
     pub async fn insert_quarantined(&self, new: &NewSnapshot) -> Result<bool> {
         Ok(self.insert(new, SnapshotStatus::Quarantined, None).await?.is_some())
     }
@@ -127,7 +127,7 @@ impl Store {
         row.map(|row| SnapshotRecord::from_row(&row).map(|record| record.snapshot)).transpose()
     }
 
-    /// A snapshot is whole.
+    /// Marks a snapshot as ready.
     pub async fn snapshot_is_ready(&self, id: SnapshotId, size_bytes: u64) -> Result<Snapshot> {
         let row = SNAPSHOTS
             .returning(
@@ -141,7 +141,7 @@ impl Store {
         Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
     }
 
-    /// Files are in quarantine: what they take, and the limits of a workspace that can be made of them.
+    /// Records the size of files in quarantine, and the limits of a workspace that is made from them.
     pub async fn note_quarantined(
         &self,
         id: SnapshotId,
@@ -162,7 +162,7 @@ impl Store {
         Ok(())
     }
 
-    /// Makes an ordinary snapshot of one in quarantine.
+    /// Turns a snapshot in quarantine into an ordinary one.
     pub async fn restore_quarantined(&self, id: SnapshotId) -> Result<Snapshot> {
         let row = SNAPSHOTS
             .returning(
@@ -175,7 +175,7 @@ impl Store {
         Ok(SnapshotRecord::from_row(&row.ok_or_else(|| missing(id))?)?.snapshot)
     }
 
-    /// Begins to remove a snapshot; false if `owner` does not have it any more.
+    /// Begins to remove a snapshot. False if `owner` no longer owns it.
     pub async fn withdraw_snapshot(&self, id: SnapshotId, owner: Option<ServerId>) -> Result<bool> {
         let changed = query(
             "UPDATE workspace_snapshots SET status = 'destroying', owner = $2
@@ -189,7 +189,7 @@ impl Store {
         Ok(changed == 1)
     }
 
-    /// Forgets a snapshot that is gone.
+    /// Deletes the row of a snapshot whose files were removed.
     pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<()> {
         query("DELETE FROM workspace_snapshots WHERE id = $1 AND status <> 'ready'")
             .bind(id.0)

@@ -31,16 +31,16 @@ const SPARES: Table = Table {
     columns: "id, provider, image, image_digest, network, resource_limits, status, owner, created_at",
 };
 
-/// What spares are told apart by: a request gets one that is the same in all of this.
+/// The properties of a spare. A request gets a spare only if all of them are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Shape {
-    /// What it is on.
+    /// Its provider.
     pub provider: ProviderName,
     /// The image.
     pub image: String,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
-    /// What it may use at most.
+    /// Its resource limits.
     pub limits: ResourceLimits,
 }
 
@@ -49,11 +49,11 @@ pub struct Shape {
 pub struct Spare {
     /// The id of the workspace that it becomes.
     pub id: WorkspaceId,
-    /// What it is.
+    /// Its properties.
     pub shape: Shape,
-    /// What the image was when the spare was made.
+    /// The digest of the image when the spare was made.
     pub image_digest: String,
-    /// Where it stands.
+    /// Its status.
     pub status: SpareStatus,
     /// The server that is making or removing it.
     pub owner: Option<ServerId>,
@@ -80,20 +80,20 @@ impl Spare {
     }
 }
 
-/// What a claim writes down besides the workspace itself.
+/// The values that a claim writes besides the workspace's own.
 #[derive(Clone, Debug)]
 pub struct Claim {
     /// The spare.
     pub spare: WorkspaceId,
     /// The provider's name for the sandbox.
     pub provider_workspace_id: String,
-    /// Why it is where it is.
+    /// Why its provider was chosen.
     pub placement: Placement,
 }
 
 impl Store {
-    /// Writes down that a spare is about to be made, unless `most` spares of this shape and digest are there or being
-    /// made; then `false`. Holds over all servers.
+    /// Inserts a spare that is about to be made. False if `most` spares of this shape and digest exist or are being made;
+    /// the limit holds over all servers.
     pub async fn insert_spare(
         &self,
         id: WorkspaceId,
@@ -143,7 +143,7 @@ impl Store {
             .await
     }
 
-    /// A spare can be claimed from now on; false if it is to leave by now.
+    /// Marks a spare as ready to be claimed. False if it is being removed.
     pub async fn spare_is_ready(&self, id: WorkspaceId) -> Result<bool> {
         let changed = query(
             "UPDATE warm_spares SET status = 'ready', owner = NULL WHERE id = $1 AND status = 'filling'",
@@ -154,8 +154,8 @@ impl Store {
         Ok(changed == 1)
     }
 
-    /// Takes a spare out, to remove it: nobody can claim it any more. False if it is gone, claimed, or another
-    /// server's to remove.
+    /// Begins to remove a spare, so that it can't be claimed. False if it is gone, was claimed, or another server removes
+    /// it.
     pub async fn withdraw_spare(&self, id: WorkspaceId, owner: Option<ServerId>) -> Result<bool> {
         let changed = query(
             "UPDATE warm_spares SET status = 'leaving', owner = $2
@@ -169,7 +169,7 @@ impl Store {
         Ok(changed == 1)
     }
 
-    /// Forgets a spare that is gone.
+    /// Deletes the row of a spare whose sandbox was removed.
     pub async fn delete_spare(&self, id: WorkspaceId) -> Result<()> {
         query("DELETE FROM warm_spares WHERE id = $1 AND status <> 'ready'")
             .bind(id.0)
@@ -184,7 +184,7 @@ impl Store {
         Rows::read(&SPARES, &rows, Spare::from_row)
     }
 
-    /// Makes a spare the sandbox of a new workspace, which gets its id; none if somebody else has it.
+    /// Makes a spare the sandbox of a new workspace, which gets the spare's id. None if the spare was claimed before.
     pub async fn claim_spare(
         &self,
         new: NewWorkspace,

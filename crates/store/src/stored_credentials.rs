@@ -25,7 +25,7 @@ pub const CREDENTIAL_IN_CLONE: &str = "credential_in_clone";
 /// How many rows are in memory at once.
 const BATCH: i64 = 200;
 
-/// What is to be written to one row; columns without a credential are none.
+/// The new values of one row. A column without a credential is `None`.
 struct CleanedRow {
     id: Uuid,
     repository_url: Option<String>,

@@ -26,7 +26,7 @@ use crate::seal::random;
 use crate::types::clean;
 use crate::workspace_rows::expiry;
 
-/// What every secret begins with, so that people and scanners know one when they see it.
+/// The prefix of each secret, by which people and secret scanners recognise it.
 pub const TOKEN_PREFIX: &str = "emt_";
 
 /// `last_used_at` is written at most this often.
@@ -41,10 +41,10 @@ const TOKENS: Table = Table {
 /// Why a token is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenRefusal {
-    /// Nobody was given this secret.
+    /// The secret belongs to no token.
     #[error("not known")]
     Unknown,
-    /// Its time is over.
+    /// It is expired.
     #[error("expired")]
     Expired,
     /// It was revoked.
@@ -55,9 +55,9 @@ pub enum TokenRefusal {
 /// A token that is to be made.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NewToken {
-    /// A name to know it by, unique among the tokens that are not revoked.
+    /// Its name, unique among the tokens that are not revoked.
     pub name: String,
-    /// What it may do.
+    /// Its scope.
     pub scope: TokenScope,
     /// It stops working after this time; never unless given.
     pub ttl_seconds: Option<u64>,
@@ -260,9 +260,9 @@ impl Store {
         Ok(found.token)
     }
 
-    /// Waits until a token that was verified can't be used any more: it was revoked, or its time is over.
+    /// Waits until a verified token is revoked or expires.
     pub async fn token_ended(&self, secret: &str, token: &Token) {
-        /// How often it is looked for what another server has revoked.
+        /// How often revocations by other servers are looked up.
         const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(400);
         let mut taken_away = self.known_tokens().watch();
         loop {

@@ -20,7 +20,7 @@ impl Store {
         Ok(self.workspace_record(id).await?.workspace)
     }
 
-    /// A workspace, with what only the server needs to know.
+    /// A workspace with the columns that only the server uses.
     pub async fn workspace_record(&self, id: WorkspaceId) -> Result<WorkspaceRecord> {
         let row = WORKSPACES
             .select("WHERE id = $1")

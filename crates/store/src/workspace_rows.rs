@@ -1,4 +1,4 @@
-//! Workspaces as rows: what a caller gives for a new one, and what a row becomes.
+//! The rows of workspaces: the values of a new row, and the record that a row is read into.
 //!
 //! While no provider is chosen the columns `provider` and `provider_workspace_id`, which the design makes NOT
 //! NULL, hold the empty text; callers see `None` and `""`. Image, network and the last error have columns of
@@ -34,33 +34,33 @@ pub struct NewWorkspace {
     pub id: WorkspaceId,
     /// The session it belongs to, which must exist.
     pub agent_session_id: Option<SessionId>,
-    /// What kind of thing runs in it.
+    /// Its kind.
     pub container_type: ContainerType,
     /// The repository to clone into it.
     pub repository_url: Option<String>,
     /// The branch, tag or commit to check out.
     pub branch: Option<String>,
-    /// Who runs the machine.
+    /// Who operates the host.
     pub deployment_mode: DeploymentMode,
     /// How long it lives.
     pub lifecycle: Lifecycle,
-    /// When it was asked for.
+    /// When it was requested.
     pub created_at: DateTime<Utc>,
     /// It expires this long after its last use; never when not given.
     pub ttl_seconds: Option<u64>,
-    /// What it may use at most.
+    /// Its resource limits.
     pub resource_limits: ResourceLimits,
     /// The snapshot it is made from.
     pub snapshot_id: Option<SnapshotId>,
-    /// For MCP servers: what they are called; no two have the same name.
+    /// For MCP servers: the name, which is unique.
     pub name: Option<String>,
     /// For MCP servers: their configuration.
     pub mcp_config: Option<McpConfig>,
-    /// What else there is to know.
+    /// Other properties.
     pub metadata: Map<String, Value>,
     /// The image.
     pub image: String,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
     /// From [`SealingKey::seal_environment`](crate::SealingKey::seal_environment).
     pub environment_sealed: Option<Vec<u8>>,
@@ -91,22 +91,22 @@ impl NewWorkspace {
     }
 }
 
-/// A workspace, with what only the server needs to know.
+/// A workspace with the columns that only the server uses.
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorkspaceRecord {
-    /// As callers see it.
+    /// The part that callers see.
     pub workspace: Workspace,
     /// The image.
     pub image: String,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
     /// It expires this long after its last use.
     pub ttl_seconds: Option<u64>,
-    /// What failed last; none once it is ready again.
+    /// The last error; none once it is ready again.
     pub error: Option<String>,
     /// The server that is changing it; for an MCP server that is ready: the one that runs it.
     pub owner: Option<ServerId>,
-    /// For MCP servers: what they are called.
+    /// For MCP servers: the name.
     pub name: Option<String>,
 }
 

@@ -1,8 +1,8 @@
-//! Workspaces: their rows, from the intent to make one until it is gone.
+//! Changes of workspaces' rows.
 //!
 //! A status changes by compare-and-set only ([`Store::transition`]), so of two callers that want different
-//! things one wins and the other is told what the status is. A workspace that is being destroyed goes no way
-//! but out: no use, error or expiry brings it back.
+//! statuses one wins and the other gets the new status in its error. The status
+//! `destroying` is final: no use, error or expiry changes it.
 
 use std::collections::BTreeMap;
 
@@ -60,7 +60,7 @@ async fn holder_of(connection: &mut Connection, id: WorkspaceId) -> Result<Strin
 }
 
 impl Store {
-    /// Makes sure that a session is there for workspaces to belong to.
+    /// Inserts a session unless it exists.
     pub async fn ensure_session(&self, id: SessionId, now: DateTime<Utc>) -> Result<()> {
         query("INSERT INTO agent_sessions (id, created_at) VALUES ($1, $2) ON CONFLICT (id) DO NOTHING")
             .bind(id.0)
@@ -70,15 +70,16 @@ impl Store {
         Ok(())
     }
 
-    /// Changes the status from one of `from` to `to`, or says which status it has. Becoming ready clears the
-    /// last error. A status that is on its way makes this server the one that changes the row; any other ends that.
+    /// Changes the status from one of `from` to `to`. Fails with [`StoreError::WrongState`] if it has another one. The
+    /// status `ready` clears the last error. `stopping` and `destroying` make this server the row's owner; each other
+    /// status clears the owner.
     pub async fn transition(
         &self,
         id: WorkspaceId,
         from: &[WorkspaceStatus],
         to: WorkspaceStatus,
     ) -> Result<Workspace> {
-        let [a, b, c, d, e, f] = six(from);
+        let [a, b, c, d, e, f] = status_parameters(from);
         self.db()
             .transaction(Lock::None, async |connection| {
                 let row = WORKSPACES
@@ -104,7 +105,7 @@ impl Store {
             .await
     }
 
-    /// Writes down where a workspace is, or is about to be. Refused while it is being destroyed.
+    /// Records the sandbox of a workspace before or after it is made. Refused while the workspace is being destroyed.
     pub async fn set_placed(
         &self,
         id: WorkspaceId,
@@ -132,7 +133,7 @@ impl Store {
             .await
     }
 
-    /// Writes down what failed, and sets the status to `error`; a workspace that is being destroyed stays so.
+    /// Records an error and sets the status to `error`. A workspace that is being destroyed keeps its status.
     pub async fn set_error(&self, id: WorkspaceId, message: &str) -> Result<Workspace> {
         self.db()
             .transaction(Lock::None, async |connection| {
@@ -152,7 +153,7 @@ impl Store {
             .await
     }
 
-    /// Lets `holder` hold the workspace, if nobody else does; otherwise says who does.
+    /// Attaches a workspace to `holder`. The inner error is the name of another holder that it is attached to.
     pub async fn attach(
         &self,
         id: WorkspaceId,
@@ -180,8 +181,8 @@ impl Store {
             .await
     }
 
-    /// Ends the hold of `holder`, or of anybody; says who holds it if that is somebody else. A workspace that nobody
-    /// holds is let go all the same.
+    /// Detaches a workspace from `holder`, or from any holder if none is given. The inner error is the name of another
+    /// holder that it is attached to. To detach a workspace without a holder is no error.
     pub async fn detach(
         &self,
         id: WorkspaceId,
@@ -263,8 +264,8 @@ impl Store {
     }
 }
 
-/// The statuses for a fixed list of six parameters: there are no more, and '' is none of them.
-fn six(statuses: &[WorkspaceStatus]) -> [&'static str; 6] {
+/// The statuses as six parameters. Unused parameters are empty texts, which equal no status.
+fn status_parameters(statuses: &[WorkspaceStatus]) -> [&'static str; 6] {
     let mut names = [""; 6];
     for (index, status) in WorkspaceStatus::ALL.iter().enumerate() {
         if statuses.contains(status)

@@ -8,14 +8,14 @@ use crate::id::{ProjectId, SessionId, TokenId, WorkspaceId};
 use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 
-/// What a token may do.
+/// The scope of a token: what it may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "scope", rename_all = "snake_case")]
 pub enum TokenScope {
     /// Everything.
     Admin,
-    /// What belongs to one project, within its quotas.
+    /// The resources of one project, within its quotas.
     Project {
         /// The project.
         project_id: ProjectId,
@@ -35,12 +35,12 @@ pub enum TokenScope {
     },
 }
 
-/// Asks for a token.
+/// The request for a token.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateToken {
-    /// A name to know it by, unique among the tokens that are not revoked.
+    /// Its name, unique among the tokens that are not revoked.
     pub name: String,
     /// Bind it to this workspace; without it the token is an admin token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -70,7 +70,7 @@ impl Validate for CreateToken {
 }
 
 impl CreateToken {
-    /// What the token may do.
+    /// The scope of the token.
     pub fn scope(&self) -> TokenScope {
         match self.workspace_id {
             Some(workspace_id) => TokenScope::Workspace { workspace_id },
@@ -87,7 +87,7 @@ pub struct Token {
     pub id: TokenId,
     /// Its name.
     pub name: String,
-    /// What it may do.
+    /// Its scope.
     #[serde(flatten)]
     pub scope: TokenScope,
     /// When it was made.
@@ -105,7 +105,7 @@ pub struct CreatedToken {
     /// The token.
     #[serde(flatten)]
     pub token: Token,
-    /// What to send as `Authorization: Bearer …`.
+    /// The secret to send as `Authorization: Bearer …`.
     pub secret: String,
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 macro_rules! error_codes {
     ($($(#[$doc:meta])* $name:ident = $text:literal, $status:literal;)*) => {
-        /// What went wrong, in a form that programs can match on.
+        /// A stable code for a failure, which programs can compare.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
         #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
         #[serde(rename_all = "snake_case")]
@@ -43,7 +43,7 @@ error_codes! {
     Unauthorized = "unauthorized", 401;
     /// The token is valid but may not do this.
     Forbidden = "forbidden", 403;
-    /// No such thing, or not visible to this token.
+    /// The resource does not exist, or this token may not see it.
     NotFound = "not_found", 404;
     /// No such file in the workspace.
     FileNotFound = "file_not_found", 404;
@@ -53,7 +53,7 @@ error_codes! {
     NotAcceptable = "not_acceptable", 406;
     /// The workspace is not in a state that allows this.
     WrongState = "wrong_state", 409;
-    /// Somebody else holds or has changed what the request is about.
+    /// Another holder has the resource, or somebody changed it.
     Conflict = "conflict", 409;
     /// The file is not the version the caller expected.
     StaleFile = "stale_file", 409;
@@ -73,7 +73,7 @@ error_codes! {
     OldStringNotFound = "old_string_not_found", 422;
     /// `old_string` occurs more than once.
     MultipleMatches = "multiple_matches", 422;
-    /// git said no; the message has its words.
+    /// git failed. The message quotes it.
     GitFailed = "git_failed", 422;
     /// A limit on how many may exist or run at once is reached.
     LimitReached = "limit_reached", 429;
@@ -85,7 +85,7 @@ error_codes! {
     ProviderFailed = "provider_failed", 502;
     /// The sandbox or its connection was lost while the call ran; it may have had effects.
     SandboxLost = "sandbox_lost", 502;
-    /// Not now; retry later.
+    /// The server can't do this now. Retry later.
     Unavailable = "unavailable", 503;
     /// The host's disk has no room for this; free some, then retry.
     HostDiskFull = "host_disk_full", 507;
@@ -106,11 +106,11 @@ impl fmt::Display for ErrorCode {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[error("{message}")]
 pub struct ErrorDetail {
-    /// What went wrong, for programs.
+    /// The stable code of the failure.
     pub code: ErrorCode,
-    /// What went wrong and what to do next, for people.
+    /// The cause of the failure and the next step, for a person.
     pub message: String,
-    /// More, where there is more to say.
+    /// Further details, if there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<Object>))]
     pub details: Option<serde_json::Value>,
@@ -134,7 +134,7 @@ impl ErrorDetail {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ErrorBody {
-    /// What went wrong.
+    /// The failure.
     pub error: ErrorDetail,
 }
 

@@ -8,7 +8,7 @@ use crate::names::names;
 use crate::workspace::ProviderName;
 
 names!(
-    /// What happened.
+    /// The kind of an event.
     EventKind {
         /// A workspace is ready.
         WorkspaceReady = "workspace.ready",
@@ -16,7 +16,7 @@ names!(
         WorkspaceStopped = "workspace.stopped",
         /// A workspace is gone.
         WorkspaceDestroyed = "workspace.destroyed",
-        /// A workspace's time is over; it is being removed.
+        /// A workspace has expired and is being removed.
         WorkspaceExpired = "workspace.expired",
         /// A workspace was not used for a while; it is being stopped.
         WorkspaceIdle = "workspace.idle",
@@ -54,7 +54,7 @@ names!(
         McpUnresponsive = "mcp.unresponsive",
         /// Spares can't be made.
         PoolProblem = "pool.problem",
-        /// The listener was too slow: events were left out.
+        /// The listener read too slowly and missed events.
         Missed = "missed",
     }
 );
@@ -63,16 +63,16 @@ names!(
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Event {
-    /// When.
+    /// When it happened.
     pub at: DateTime<Utc>,
-    /// What.
+    /// Its kind.
     pub kind: EventKind,
-    /// The workspace it is about.
+    /// The workspace that it concerns.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_id: Option<WorkspaceId>,
-    /// The provider it is about.
+    /// The provider that it concerns.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<ProviderName>,
-    /// In words.
+    /// The description for a person.
     pub message: String,
 }

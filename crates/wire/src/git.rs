@@ -7,7 +7,7 @@ use crate::git_url::check_repository;
 use crate::tools::{ToolRequest, check_path};
 use crate::validate::Validate;
 
-/// What git shall do.
+/// A git action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -29,7 +29,7 @@ pub enum GitAction {
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct GitRequest {
-    /// What to do.
+    /// The action.
     pub action: GitAction,
     /// The repository's directory (clone: where to put it); `/workspace` unless given.
     #[serde(default, alias = "file_path", skip_serializing_if = "Option::is_none")]
@@ -76,7 +76,7 @@ pub struct GitFileStatus {
     pub status: String,
     /// Whether the change is in the index.
     pub staged: bool,
-    /// Where a renamed or copied file came from.
+    /// The earlier path of a renamed or copied file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub original_path: Option<String>,
 }
@@ -97,7 +97,7 @@ pub struct GitStatus {
     pub behind: u64,
     /// Whether nothing is changed.
     pub clean: bool,
-    /// What is changed (at most 1000).
+    /// The changed files (at most 1000).
     pub files: Vec<GitFileStatus>,
 }
 
@@ -119,9 +119,9 @@ pub struct GitDiffFile {
 pub struct GitCommit {
     /// Its hash.
     pub commit: String,
-    /// Who wrote it.
+    /// The author's name.
     pub author_name: String,
-    /// Their address.
+    /// The author's address.
     pub author_email: String,
     /// When, as RFC 3339.
     pub date: String,
@@ -145,7 +145,7 @@ pub struct GitBranch {
     pub upstream: Option<String>,
 }
 
-/// What git did. Which fields are there depends on the action.
+/// The answer of git. Each action fills its own fields.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct GitAnswer {
@@ -171,7 +171,7 @@ pub struct GitAnswer {
     /// branch: the local branches.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branches: Option<Vec<GitBranch>>,
-    /// What git printed, where that is all there is to say (push, pull).
+    /// git's output (push, pull).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<String>,
 }

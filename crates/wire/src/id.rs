@@ -1,4 +1,4 @@
-//! Identifiers. Each kind has its own type so that one can't be taken for another.
+//! Identifiers. Each kind has its own type, so that they can't be mixed up.
 
 use std::fmt;
 use std::str::FromStr;
@@ -54,11 +54,11 @@ uuid_id!(
     SessionId
 );
 uuid_id!(
-    /// One project: a team's share of an installation.
+    /// One project: a team with its quotas on an installation.
     ProjectId
 );
 uuid_id!(
-    /// One installation of the server: all that it creates outside its database carries this id.
+    /// One installation of the server. All sandboxes, disks and networks that it creates carry this id.
     InstallationId
 );
 uuid_id!(

@@ -1,4 +1,4 @@
-//! What a server and a Firecracker manager say to each other.
+//! Messages between a server and a Firecracker manager.
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
@@ -11,37 +11,37 @@ use crate::size::ByteSize;
 use crate::workspace::{AvailableResources, NetworkMode, ResourceLimits};
 
 names!(
-    /// Where a microVM stands.
+    /// The phase of a microVM.
     MachinePhase {
-        /// It has a place, and its disk is being made.
+        /// It has a slot, and its disk is being made.
         Reserved = "reserved",
-        /// Its disk is there, and it is being started.
+        /// Its disk exists, and it is being started.
         Configured = "configured",
         /// Its agent answers.
         Running = "running",
-        /// Nothing in it runs for a moment.
+        /// Its virtual CPUs are paused.
         Paused = "paused",
-        /// It is being stopped, or has ended by itself, and what its run has made is being removed.
+        /// It is being stopped, or ended by itself. The manager removes its process, interface and jail.
         Ending = "ending",
-        /// Only its disk is there.
+        /// Only its disk exists.
         Stopped = "stopped",
         /// It is being removed.
         Removing = "removing",
     }
 );
 
-/// Asks for a microVM.
+/// The request for a microVM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MachineRequest {
-    /// Whose it is.
+    /// The installation that it belongs to.
     pub installation: InstallationId,
-    /// The image it begins with: the id that it was put under.
+    /// The id of the image that its disk is made from.
     pub image: String,
-    /// What it may use at most. Its CPUs are those it may use, rounded up.
+    /// Its resource limits. Its CPUs are those it may use, rounded up.
     pub limits: ResourceLimits,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
     /// A copy of another microVM's disk to begin with, instead of the image's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -54,26 +54,26 @@ pub struct MachineRequest {
 pub struct Machine {
     /// Its id: that of its workspace.
     pub id: WorkspaceId,
-    /// Whose it is.
+    /// The installation that it belongs to.
     pub installation: InstallationId,
-    /// Where it stands.
+    /// Its status.
     pub phase: MachinePhase,
-    /// The image it began with.
+    /// The image that its disk was made from.
     pub image: String,
-    /// What it may use at most.
+    /// Its resource limits.
     pub limits: ResourceLimits,
     /// How many CPUs it sees.
     pub vcpus: u32,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
-    /// Its interface on the host, as long as it has one.
+    /// Its interface on the host, if it has one.
     pub interface: Option<String>,
-    /// Its own address, as long as it has one.
+    /// Its own address, if it has one.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub address: Option<Ipv4Addr>,
-    /// The host's process that runs it, or did until a moment ago.
+    /// The process on the host that runs it, or that ran it last.
     pub pid: Option<i32>,
-    /// Why it ended, when it was not told to.
+    /// Why it ended, if nobody stopped it.
     pub ended: Option<String>,
 }
 
@@ -85,41 +85,41 @@ pub struct MachineList {
     pub machines: Vec<Machine>,
 }
 
-/// What an image runs by itself, and the variables that it sets.
+/// The default program of an image, and the variables that it sets.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct ImageSettings {
-    /// The program, and what always comes first.
+    /// The program and its fixed arguments.
     pub entrypoint: Vec<String>,
-    /// The arguments, unless others are given.
+    /// The default arguments.
     pub arguments: Vec<String>,
-    /// Where it runs.
+    /// Its working directory.
     pub directory: Option<String>,
-    /// Who it runs as.
+    /// Its user.
     pub user: Option<String>,
     /// Variables that every process sees.
     pub environment: BTreeMap<String, String>,
 }
 
-/// An image that microVMs can be made of.
+/// An image that microVMs are made from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct MachineImage {
-    /// What it is asked for by.
+    /// The id that requests name.
     pub id: String,
     /// The smallest disk that it fits on, in bytes.
     pub disk_bytes: u64,
-    /// What it runs by itself.
+    /// Its default program.
     pub settings: ImageSettings,
 }
 
-/// Asks for a copy of a microVM's disk, and of its memory if that is said.
+/// The request for a copy of a microVM's disk, and of its memory if `memory` is set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MachineSnapshotRequest {
-    /// Of which one.
+    /// The microVM to copy.
     pub machine: WorkspaceId,
     /// Whether its memory is copied too: then what runs in it goes on in what is made of the copy.
     #[serde(default)]
@@ -132,11 +132,11 @@ pub struct MachineSnapshotRequest {
 pub struct MachineSnapshot {
     /// Its id.
     pub id: SnapshotId,
-    /// Whose it is.
+    /// The installation that it belongs to.
     pub installation: InstallationId,
-    /// The image that it goes back to.
+    /// The image that the copied disk was made from.
     pub image: String,
-    /// The bytes it takes.
+    /// Its size in bytes.
     pub bytes: u64,
     /// The size of the disk that was copied; none of copies that older managers made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -154,7 +154,7 @@ pub struct MachineSnapshotList {
     pub snapshots: Vec<MachineSnapshot>,
 }
 
-/// How a manager is doing.
+/// The health of a manager.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ManagerHealth {
@@ -170,17 +170,17 @@ pub struct ManagerHealth {
     pub kernel: Option<String>,
     /// MicroVMs that run.
     pub active_vms: u32,
-    /// As many may run at once.
+    /// The most microVMs that may run at once.
     pub max_vms: u32,
-    /// MicroVMs that shall wait for work.
+    /// The target count of spare microVMs.
     pub warm_pool_size: u32,
-    /// What an earlier manager left is still being ended or removed.
+    /// The manager still ends or removes what an earlier manager left.
     #[serde(default)]
     pub recovering: bool,
-    /// What is free on the host.
+    /// The free resources of the host.
     pub available: AvailableResources,
-    /// What is wrong.
+    /// The problems.
     pub errors: Vec<String>,
-    /// What is worth knowing though it works.
+    /// Notes that are no problems.
     pub notes: Vec<String>,
 }

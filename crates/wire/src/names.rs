@@ -1,4 +1,4 @@
-//! Closed sets of names.
+//! Enums whose variants have fixed names.
 
 /// A closed set of names that is written the same in JSON, in the database and on the command line, and in the description
 /// of the API (whose derive can't read a `literal` of a macro, but reads a `tt`).

@@ -1,4 +1,4 @@
-//! The warm pool: sandboxes that are started before anybody asks for them.
+//! The warm pool: sandboxes that are started ahead of requests.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,7 +11,7 @@ use crate::workspace::{
 };
 
 names!(
-    /// Where a spare stands.
+    /// The status of a spare.
     SpareStatus {
         /// It is being made.
         Filling = "filling",
@@ -27,12 +27,12 @@ pub const MAX_SPARES: u32 = 200;
 /// The most shapes.
 pub const MAX_SHAPES: usize = 32;
 
-/// A kind of spare, and how many of it shall wait. What is left out takes the installation's default.
+/// A kind of spare and its target count. A field that is left out has the installation's default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct PoolShape {
-    /// How many shall wait.
+    /// The target count.
     pub size: u32,
     /// Which provider; the one that `auto` would choose unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -40,15 +40,15 @@ pub struct PoolShape {
     /// The image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<String>,
-    /// What each may use at most.
+    /// The resource limits of each.
     #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
-    /// What each can reach; `nat` unless given.
+    /// The network mode of each; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkMode>,
 }
 
-/// What the pool shall hold. An empty list turns it off.
+/// The target of the pool. An empty list turns the pool off.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -77,7 +77,7 @@ impl Validate for PoolTarget {
     }
 }
 
-/// A kind of spare, as it stands.
+/// The state of one kind of spare.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ShapeStatus {
@@ -85,21 +85,21 @@ pub struct ShapeStatus {
     pub provider: Option<ProviderName>,
     /// The image.
     pub image: String,
-    /// What each may use at most.
+    /// The resource limits of each.
     pub resource_limits: ResourceLimits,
-    /// What each can reach.
+    /// The network mode of each.
     pub network: NetworkMode,
-    /// How many shall wait.
+    /// The target count.
     pub size: u32,
-    /// How many wait.
+    /// The number of spares that are ready.
     pub ready: u32,
-    /// How many are being made.
+    /// The number of spares that are being made.
     pub filling: u32,
-    /// Why it is not full, when something is wrong.
+    /// Why spares are missing; null if nothing is wrong.
     pub problem: Option<String>,
 }
 
-/// The pool, as it stands.
+/// The state of the pool.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct PoolStatus {
@@ -107,6 +107,6 @@ pub struct PoolStatus {
     pub set_at_run_time: bool,
     /// The kinds of spares.
     pub shapes: Vec<ShapeStatus>,
-    /// Spares of no kind that is wanted any more, on their way out.
+    /// Spares of kinds that are no longer in the target. They are being removed.
     pub leaving: u32,
 }

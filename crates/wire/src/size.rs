@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_as_people_write_them() {
+    fn sizes_are_parsed_with_and_without_units() {
         for (text, bytes) in [
             ("4G", 4 << 30),
             ("4g", 4 << 30),
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_size_is_refused() {
+    fn texts_that_are_no_size_are_refused() {
         for text in [
             "",
             "G",
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_counts_as_people_write_them() {
+    fn cpu_counts_are_parsed_to_three_decimals() {
         for (text, millis) in [("2", 2000), ("0.5", 500), ("1.25", 1250), ("0.001", 1), ("16", 16000)] {
             assert_eq!(text.parse::<CpuCount>().unwrap().millis(), millis, "{text}");
         }

@@ -14,15 +14,15 @@ use crate::validate::Validate;
 use crate::workspace::{CreateWorkspace, NetworkMode, ProviderName, RequestedLimits, ResourceLimits};
 
 names!(
-    /// Where a snapshot stands.
+    /// The status of a snapshot.
     SnapshotStatus {
         /// It is being made.
         Creating = "creating",
-        /// Workspaces can be made of it.
+        /// Workspaces can be created from it.
         Ready = "ready",
         /// It is being removed.
         Destroying = "destroying",
-        /// Files that were found without a record. They can be restored, and are removed when nobody does so in time.
+        /// Files that had no row in the database. They are removed after a time unless somebody restores them.
         Quarantined = "quarantined",
     }
 );
@@ -30,12 +30,12 @@ names!(
 /// The longest description.
 pub const MAX_DESCRIPTION_BYTES: usize = 500;
 
-/// Asks for a snapshot.
+/// The request for a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateSnapshot {
-    /// What to remember it by.
+    /// A description.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
     /// Copy its memory too, where the provider can (`memory_snapshots`): what runs in it goes on in workspaces that are made
@@ -60,26 +60,26 @@ impl Validate for CreateSnapshot {
 pub struct Snapshot {
     /// Its id.
     pub id: SnapshotId,
-    /// What it is a copy of; may be gone.
+    /// The copied workspace, which may have been destroyed since.
     pub workspace_id: WorkspaceId,
-    /// What it was made on, and can be used on.
+    /// The provider that made it. Only this provider can use it.
     pub provider: ProviderName,
-    /// What to remember it by.
+    /// A description.
     pub description: Option<String>,
     /// The workspace's image.
     pub image: String,
-    /// What the workspace could reach.
+    /// The workspace's network mode.
     pub network: NetworkMode,
     /// The workspace's limits.
     pub resource_limits: ResourceLimits,
     /// Whether it holds the workspace's memory too.
     #[serde(default)]
     pub memory: bool,
-    /// What it takes on the host's disk; null until it is ready.
+    /// Its size on the host's disk; null until it is ready.
     pub size_bytes: Option<u64>,
-    /// Where it stands.
+    /// Its status.
     pub status: SnapshotStatus,
-    /// When it was asked for.
+    /// When it was requested.
     pub created_at: DateTime<Utc>,
 }
 
@@ -96,22 +96,22 @@ pub struct SnapshotList {
     pub next_cursor: Option<String>,
 }
 
-/// Asks for a workspace with the files of a snapshot. What is left out is as in the workspace that it is a copy of,
-/// but for variables, which are never copied.
+/// The request for a workspace with the files of a snapshot. A field that is left out has the value of the copied
+/// workspace. Variables are never copied.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct FromSnapshot {
     /// The snapshot.
     pub snapshot_id: SnapshotId,
-    /// What it may use at most; the disk can't be smaller than the snapshot's, and all of it is as in the snapshot where that
+    /// Its resource limits; the disk can't be smaller than the snapshot's, and all of it is as in the snapshot where that
     /// holds memory.
     #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// Variables that every command in the workspace sees. Sealed at rest, never shown again.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
-    /// What it can reach.
+    /// Its network mode.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkMode>,
     /// It expires this long after its last use; 30 days unless given.

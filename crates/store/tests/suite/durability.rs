@@ -1,4 +1,4 @@
-//! What a call has answered is on disk.
+//! Changes are on disk before their calls return.
 
 use std::future::{Future, poll_fn};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -23,7 +23,7 @@ async fn writes_until_killed() {
     }
 }
 
-pub(crate) async fn what_was_answered_survives_a_kill(db: TestDb) {
+pub(crate) async fn answered_writes_survive_a_kill(db: TestDb) {
     db.store.close().await;
     let mut child = db.child("durability::writes_until_killed").spawn().unwrap();
     let mut output = BufReader::new(child.stdout.take().unwrap());

@@ -42,7 +42,7 @@ pub(crate) async fn a_use_beats_the_sweep(db: TestDb) {
     assert_eq!(wrong_state(store.touch(id, end).await), Destroying);
 }
 
-pub(crate) async fn only_what_is_overdue_and_idle_expires(db: TestDb) {
+pub(crate) async fn only_overdue_workspaces_without_a_change_in_progress_expire(db: TestDb) {
     let store = &db.store;
     let later = start() + TimeDelta::days(1);
     let mut expected = Vec::new();

@@ -72,7 +72,7 @@ both_engines! {
     expiry:
         use_extends_the_life_and_never_moves_back,
         a_use_beats_the_sweep,
-        only_what_is_overdue_and_idle_expires,
+        only_overdue_workspaces_without_a_change_in_progress_expire,
         mcp_servers_are_exempt_from_ttl,
         a_use_beats_the_idle_stop;
     tokens:
@@ -132,7 +132,7 @@ both_engines! {
         the_migration_removes_credentials_from_stored_urls,
         rows_without_credentials_are_left_alone;
     durability:
-        what_was_answered_survives_a_kill,
+        answered_writes_survive_a_kill,
         a_call_that_is_dropped_blocks_nobody;
     spares:
         spares_are_never_over_created,

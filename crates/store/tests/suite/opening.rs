@@ -155,7 +155,7 @@ async fn a_second_process_on_a_sqlite_file_is_refused() {
 }
 
 #[tokio::test]
-async fn what_cant_be_opened_is_named_without_the_password() {
+async fn errors_of_open_name_the_database_without_the_password() {
     let missing = StoreConfig::Sqlite("/nonexistent/emergent.db".into());
     let error = Store::open(missing).await.unwrap_err().to_string();
     assert!(error.contains("/nonexistent"), "{error}");

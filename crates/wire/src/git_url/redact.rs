@@ -92,7 +92,7 @@ fn strip(text: &str, nested: usize) -> String {
     format!("{before}{scheme}://{}", strip_authority(&text[at + 3..], users, nested))
 }
 
-/// `users`: whether a user name alone is no secret.
+/// `users`: whether a user name without a password is kept.
 fn strip_authority(rest: &str, users: bool, nested: usize) -> String {
     // Parsers of browsers skip more slashes than two.
     let slashes = rest.len() - rest.trim_start_matches(['/', '\\']).len();

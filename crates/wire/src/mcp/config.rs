@@ -1,4 +1,4 @@
-//! What the server keeps of a registration.
+//! The stored configuration of a hosted server.
 
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -11,7 +11,7 @@ use crate::object::Object;
 pub struct McpVolume {
     /// Its name: lower-case letters, digits, `-` and `_`.
     pub name: String,
-    /// Where the server finds it.
+    /// Its path in the server's sandbox.
     pub path: String,
 }
 
@@ -46,7 +46,7 @@ impl std::str::FromStr for McpVolume {
     }
 }
 
-/// What is kept of a server's registration besides what every workspace has.
+/// The part of a registration that other workspaces do not have.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct McpConfig {
     /// The program and its arguments, instead of the image's.
@@ -57,13 +57,13 @@ pub struct McpConfig {
     pub args: Vec<String>,
     /// Whether it speaks over standard input and output.
     pub stdio_bridge: bool,
-    /// The port it listens on otherwise.
+    /// The port that it listens on, if it speaks HTTP.
     #[serde(default)]
     pub port: Option<u16>,
-    /// The path of its endpoint then.
+    /// The path of its HTTP endpoint.
     #[serde(default)]
     pub path: Option<String>,
-    /// How many clients use one process.
+    /// How clients share processes.
     pub mode: McpMode,
     /// When it is started again.
     pub restart_policy: RestartPolicy,

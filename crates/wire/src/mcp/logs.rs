@@ -12,16 +12,16 @@ pub struct McpLogLine {
     pub number: u64,
     /// `stderr`: the server wrote it. `supervisor`: it is about the server.
     pub source: McpLogSource,
-    /// What it says.
+    /// The text.
     pub text: String,
 }
 
 names!(
-    /// Who wrote a line.
+    /// The source of a line.
     McpLogSource {
         /// The server, to standard error.
         Stderr = "stderr",
-        /// Who looks after it.
+        /// The server's supervisor.
         Supervisor = "supervisor",
     }
 );

@@ -31,7 +31,7 @@ names!(
     }
 );
 names!(
-    /// How many clients use one process.
+    /// How clients share processes.
     McpMode {
         /// All of them: cheap, but the server can't ask a client for anything (sampling, elicitation, roots).
         Shared = "shared",
@@ -40,7 +40,7 @@ names!(
     }
 );
 names!(
-    /// How a hosted server is doing.
+    /// The status of a hosted server.
     McpStatus {
         /// It is being started.
         Starting = "starting",
@@ -52,7 +52,7 @@ names!(
         Unresponsive = "unresponsive",
         /// It ended, and its restart policy leaves it so.
         Stopped = "stopped",
-        /// Its sandbox can't be had; this is tried again.
+        /// Its sandbox can't be started. The server tries again.
         Error = "error",
         /// Another server of this installation runs it.
         Elsewhere = "elsewhere",
@@ -61,30 +61,30 @@ names!(
     }
 );
 
-/// What a hosted server may use at most, unless it asks for something else.
+/// The default resource limits of a hosted server.
 pub const DEFAULT_LIMITS: ResourceLimits =
     ResourceLimits { cpu: CpuCount::from_millis(500), memory: ByteSize::mib(512), disk: ByteSize::gib(1) };
 /// How long a call may take unless the server or the call says so.
 pub const DEFAULT_TIMEOUT_MS: u64 = 30_000;
 /// The longest time a call may be given.
 pub const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
-/// Where servers that speak HTTP themselves usually listen.
+/// The usual path of servers that speak HTTP themselves.
 pub const DEFAULT_PATH: &str = "/mcp";
 /// How a server's process ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct McpExit {
-    /// When.
+    /// When it happened.
     pub at: DateTime<Utc>,
     /// Its exit code; null when a signal ended it, or it was never started.
     pub exit_code: Option<i32>,
     /// The signal that ended it.
     pub signal: Option<String>,
-    /// Whether it was ended for want of memory.
+    /// Whether it was killed because memory ran out.
     pub oom_killed: bool,
-    /// In words.
+    /// The description for a person.
     pub reason: String,
-    /// What it wrote to standard error last.
+    /// The end of its standard error.
     pub stderr_tail: String,
 }
 
@@ -94,9 +94,9 @@ pub struct McpExit {
 pub struct McpServer {
     /// Its id.
     pub id: WorkspaceId,
-    /// What it is called.
+    /// Its name.
     pub name: String,
-    /// How it is doing.
+    /// Its status.
     pub status: McpStatus,
     /// Always `mcp_server`.
     pub container_type: ContainerType,
@@ -114,11 +114,11 @@ pub struct McpServer {
     pub args: Vec<String>,
     /// Whether it speaks over standard input and output.
     pub stdio_bridge: bool,
-    /// The port it listens on otherwise.
+    /// The port that it listens on, if it speaks HTTP.
     pub port: Option<u16>,
-    /// The path of its endpoint then.
+    /// The path of its HTTP endpoint.
     pub path: Option<String>,
-    /// How many clients use one process.
+    /// How clients share processes.
     pub mode: McpMode,
     /// When it is started again.
     pub restart_policy: RestartPolicy,
@@ -126,9 +126,9 @@ pub struct McpServer {
     pub environment: Vec<String>,
     /// Directories that outlive its containers.
     pub volumes: Vec<McpVolume>,
-    /// What it may use at most.
+    /// Its resource limits.
     pub resource_limits: ResourceLimits,
-    /// What it can reach.
+    /// Its network mode.
     pub network: NetworkMode,
     /// How long a call may take.
     pub timeout_ms: u64,
@@ -136,9 +136,9 @@ pub struct McpServer {
     pub provider: Option<ProviderName>,
     /// The provider's own name for its sandbox.
     pub provider_workspace_id: String,
-    /// Why it is where it is.
+    /// Why its provider was chosen.
     pub placement: Option<Placement>,
-    /// What its owner should know.
+    /// Warnings for its owner.
     pub warnings: Vec<String>,
     /// The address of its Streamable HTTP endpoint on this server.
     pub endpoint: String,
@@ -152,17 +152,17 @@ pub struct McpServer {
     pub next_restart_at: Option<DateTime<Utc>>,
     /// How its process ended last.
     pub last_exit: Option<McpExit>,
-    /// What is wrong.
+    /// The problems.
     pub error: Option<String>,
     /// Calls in progress.
     pub pending_calls: u64,
     /// Sessions of clients.
     pub sessions: u64,
-    /// What it said of itself when it was initialized.
+    /// Its answer to `initialize`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[cfg_attr(feature = "openapi", schema(value_type = Option<Object>))]
     pub initialize_result: Option<serde_json::Value>,
-    /// What it uses now; only when one server is asked for, and it runs.
+    /// Its current usage; only when one server is asked for, and it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
 }

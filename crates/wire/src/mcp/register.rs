@@ -20,7 +20,7 @@ const MAX_VOLUMES: usize = 8;
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RegisterMcpServer {
-    /// What it is called, and how it can be addressed: lower-case letters, digits, `-`, `_` and `.`.
+    /// Its name, by which it can be addressed: lower-case letters, digits, `-`, `_` and `.`.
     pub name: String,
     /// The image; the default workspace image unless given, which needs a command.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -52,10 +52,10 @@ pub struct RegisterMcpServer {
     /// Directories that outlive its containers: `{"name", "path"}` or `"name:/path"`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub volumes: Vec<McpVolume>,
-    /// What it may use at most; 0.5 CPU, 512M memory and 1G disk unless given.
+    /// Its resource limits; 0.5 CPU, 512M memory and 1G disk unless given.
     #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
-    /// What it can reach; `nat` unless given.
+    /// Its network mode; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkMode>,
     /// How long a call may take; 30 s unless given.
@@ -130,7 +130,7 @@ impl Validate for RegisterMcpServer {
     }
 }
 
-/// Names that can stand in an address, and are not ids.
+/// Refuses a name that can't be used in an address, or that is an id.
 fn check_name(name: &str) -> Result<(), ErrorDetail> {
     let fine = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
     let begins_well =
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_run_is_accepted() {
+    fn valid_registrations_are_accepted() {
         for fields in [
             json!({}),
             json!({ "args": ["/data"] }),
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_not_is_refused_with_a_reason() {
+    fn invalid_registrations_are_refused_with_a_reason() {
         for (fields, reason) in [
             (json!({ "name": "Upper" }), "name"),
             (json!({ "name": "" }), "name"),

@@ -19,7 +19,7 @@ use crate::validate::Validate;
 pub struct BashRequest {
     /// The command, as one would type it. Its standard input is empty.
     pub command: String,
-    /// Where it runs; `/workspace` unless given.
+    /// The working directory; `/workspace` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workdir: Option<String>,
     /// After this time the command gets SIGTERM, 5 s later SIGKILL. Default 120000, at most 600000 (in the
@@ -34,7 +34,7 @@ pub struct BashRequest {
     pub background: bool,
 }
 
-/// What became of a command.
+/// The result of a command that ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BashAnswer {
@@ -67,14 +67,14 @@ pub struct BashAnswer {
     /// The file in the workspace that holds all of stderr, when it was cut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stderr_path: Option<String>,
-    /// What the caller should know besides: saved output incomplete, out of memory, and the like.
+    /// Notes for the caller: saved output incomplete, out of memory, and the like.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// The operation's id.
     pub operation_id: OperationId,
 }
 
-/// Where a command in the background stands.
+/// The status of a command in the background.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -93,7 +93,7 @@ pub enum OperationStatus {
 pub struct OperationAnswer {
     /// The operation's id.
     pub operation_id: OperationId,
-    /// Where it stands.
+    /// Its status.
     pub status: OperationStatus,
     /// The exit code, once it exited by itself.
     pub exit_code: Option<i32>,
@@ -116,7 +116,7 @@ pub struct OperationAnswer {
     pub next_offset: u64,
     /// Whether output beyond `next_offset` is there already.
     pub more: bool,
-    /// What the caller should know besides.
+    /// Notes for the caller.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
 }

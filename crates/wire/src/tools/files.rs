@@ -43,7 +43,7 @@ pub struct ReadAnswer {
     pub truncated: bool,
     /// SHA-256 of the whole file, for `expected_sha256` of edit. Null for directories and files over 256 MiB.
     pub sha256: Option<String>,
-    /// What kind of file it is, when binary or raw.
+    /// The media type, when binary or raw.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub media_type: Option<String>,
     /// The line to pass as `offset` to read on, when truncated.
@@ -75,7 +75,7 @@ pub struct WriteRequest {
     /// The file; missing directories above it are made.
     #[serde(alias = "path")]
     pub file_path: String,
-    /// What the file shall hold, at most 64 MiB.
+    /// The new content, at most 64 MiB.
     pub content: String,
     /// How `content` is written here.
     #[serde(default)]
@@ -106,9 +106,9 @@ pub struct EditRequest {
     /// The file.
     #[serde(alias = "path")]
     pub file_path: String,
-    /// What to replace. Empty: make a new file out of `new_string`.
+    /// The text to replace. Empty: make a new file out of `new_string`.
     pub old_string: String,
-    /// What to put there.
+    /// The replacement.
     pub new_string: String,
     /// Replace every occurrence instead of insisting on exactly one.
     #[serde(default)]
@@ -128,7 +128,7 @@ pub struct EditAnswer {
     pub lines_changed: u64,
     /// Occurrences replaced.
     pub replacements: u64,
-    /// What changed, as a unified diff (cut at 50 KiB).
+    /// The change as a unified diff (cut at 50 KiB).
     pub diff: String,
     /// Which matcher found `old_string`: `exact`, `line_trimmed`, ….
     pub matched_by: String,

@@ -21,9 +21,9 @@ pub use files::{
 };
 pub use search::{GlobAnswer, GlobRequest, GrepAnswer, GrepMatch, GrepRequest};
 
-/// Where relative paths start and where a workspace's files live.
+/// The directory of a workspace's files. Relative paths start here.
 pub const WORKSPACE_DIR: &str = "/workspace";
-/// Where the guest agent keeps what it must not lose: saved output of commands.
+/// The directory in which the guest agent saves the output of commands.
 pub const OUTPUT_DIR: &str = "/workspace/.emergent/output";
 /// How much of each output stream an answer of bash holds; more is cut in the middle.
 pub const MAX_STREAM_BYTES: usize = 50 * 1024;
@@ -58,7 +58,7 @@ pub const MAX_ENVIRONMENT_ENTRIES: usize = 256;
 pub trait ToolRequest: Serialize + DeserializeOwned + Validate {
     /// The tool's name in paths, lists of tools and logs.
     const NAME: &'static str;
-    /// What the tool answers when it has done its work.
+    /// The tool's answer.
     type Answer: Serialize + DeserializeOwned + Send;
 }
 

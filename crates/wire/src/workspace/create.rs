@@ -11,7 +11,7 @@ use crate::object;
 use crate::tools::check_environment;
 use crate::validate::Validate;
 
-/// Asks for a workspace. Everything has a default.
+/// The request for a workspace. Each field has a default.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
@@ -28,13 +28,13 @@ pub struct CreateWorkspace {
     /// Which provider; `auto` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<ProviderChoice>,
-    /// Who runs the machine; the installation's own mode unless given.
+    /// Who operates the host; the installation's own mode unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deployment_mode: Option<DeploymentMode>,
     /// How strong the isolation must be; `standard` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub security_level: Option<SecurityLevel>,
-    /// What it may use at most.
+    /// Its resource limits.
     #[serde(default, deserialize_with = "object::one_or_null", skip_serializing_if = "Option::is_none")]
     pub resource_limits: Option<RequestedLimits>,
     /// The image; `emergent/workspace:latest` unless given.
@@ -43,7 +43,7 @@ pub struct CreateWorkspace {
     /// Variables that every command in the workspace sees. Sealed at rest, never shown again.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub environment: BTreeMap<String, String>,
-    /// What it can reach; `nat` unless given.
+    /// Its network mode; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkMode>,
     /// Whether a pre-started spare may be used; yes unless given.

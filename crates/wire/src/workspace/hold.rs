@@ -5,25 +5,25 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::validate::Validate;
 
-/// Asks to hold a workspace for oneself.
+/// The request to attach a workspace to a holder.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AttachRequest {
-    /// Who holds it, such as an agent's or a session's name; the token's name unless given.
+    /// The holder, such as the name of an agent or a session; the token's name unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub holder: Option<String>,
 }
 
-/// Lets a workspace go.
+/// The request to detach a workspace from its holder.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DetachRequest {
-    /// Who held it; the token's name unless given.
+    /// The holder that it is detached from; the token's name unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub holder: Option<String>,
-    /// Take it from whoever holds it.
+    /// Detach it from any holder.
     #[serde(default)]
     pub force: bool,
 }

@@ -1,4 +1,4 @@
-//! What a sandbox may use at most.
+//! The resource limits of a sandbox.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use crate::error::{ErrorCode, ErrorDetail};
 use crate::size::{ByteSize, CpuCount};
 use crate::validate::Validate;
 
-/// What a sandbox may use at most.
+/// The resource limits of a sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ResourceLimits {

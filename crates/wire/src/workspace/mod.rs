@@ -25,7 +25,7 @@ use crate::unreadable::UnreadableRow;
 pub const DEFAULT_IMAGE: &str = "emergent/workspace:latest";
 
 names!(
-    /// What kind of thing runs in the sandbox.
+    /// The kind of sandbox.
     ContainerType {
         /// An agent's workspace: ephemeral, driven by tools.
         AgentWorkspace = "agent_workspace",
@@ -34,7 +34,7 @@ names!(
     }
 );
 names!(
-    /// Who runs the machines.
+    /// Who operates the hosts.
     DeploymentMode {
         /// The installation's own hosts.
         SelfHosted = "self-hosted",
@@ -43,7 +43,7 @@ names!(
     }
 );
 names!(
-    /// What a workspace can reach.
+    /// The network mode of a workspace: which addresses it reaches.
     NetworkMode {
         /// The internet, but neither the host, nor private networks, nor other workspaces.
         Nat = "nat",
@@ -61,7 +61,7 @@ names!(
     }
 );
 names!(
-    /// Where a workspace stands.
+    /// The status of a workspace.
     ///
     /// ```text
     /// creating ──▶ ready ◀──▶ stopping/stopped
@@ -91,7 +91,7 @@ pub struct Workspace {
     pub id: WorkspaceId,
     /// The session it belongs to.
     pub agent_session_id: Option<SessionId>,
-    /// What kind of thing runs in it.
+    /// Its kind.
     pub container_type: ContainerType,
     /// Its provider; null while none is chosen yet.
     pub provider: Option<ProviderName>,
@@ -101,41 +101,41 @@ pub struct Workspace {
     pub repository_url: Option<String>,
     /// The branch, tag or commit that was checked out.
     pub branch: Option<String>,
-    /// Who runs the machine.
+    /// Who operates the host.
     pub deployment_mode: DeploymentMode,
     /// How long it lives.
     pub lifecycle: Lifecycle,
-    /// Where it stands.
+    /// Its status.
     pub status: WorkspaceStatus,
-    /// When it was asked for.
+    /// When it was requested.
     pub created_at: DateTime<Utc>,
     /// When it was last used.
     pub last_used_at: DateTime<Utc>,
     /// When it expires unless used.
     pub expires_at: Option<DateTime<Utc>>,
-    /// What it may use at most.
+    /// Its resource limits.
     pub resource_limits: ResourceLimits,
-    /// The snapshot it was made from.
+    /// The snapshot that it was created from.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
     pub snapshot_id: Option<SnapshotId>,
     /// For MCP servers: their configuration.
     #[cfg_attr(feature = "openapi", schema(value_type = Option<Object>))]
     pub mcp_config: Option<McpConfig>,
-    /// What else there is to know: image, network, warnings, the last error.
+    /// Other properties: image, network, warnings, the last error.
     #[cfg_attr(feature = "openapi", schema(value_type = Object))]
     pub metadata: serde_json::Value,
-    /// Why it is where it is; null until a provider is chosen.
+    /// Why its provider was chosen; null until one is.
     pub placement: Option<Placement>,
-    /// Who holds it for itself; null: nobody.
+    /// Its holder; null while it is not attached.
     pub attached_to: Option<String>,
-    /// Since when.
+    /// When it was attached; null while it is not.
     pub attached_at: Option<DateTime<Utc>>,
-    /// What it uses now; only when one workspace is asked for, and it runs.
+    /// Its current usage; only when one workspace is asked for, and it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
 }
 
-/// What a workspace uses.
+/// The resource usage of a workspace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Usage {

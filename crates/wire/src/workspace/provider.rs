@@ -84,17 +84,17 @@ impl ProviderChoice {
 pub struct RejectedCandidate {
     /// The provider.
     pub provider: ProviderName,
-    /// Why not, in words.
+    /// Why it was not chosen, for a person.
     pub reason: String,
 }
 
-/// Why a workspace is where it is.
+/// Why a provider was chosen for a workspace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Placement {
     /// The provider that was chosen.
     pub provider: ProviderName,
-    /// Why, in words.
+    /// Why it was chosen, for a person.
     pub reason: String,
     /// The other candidates, and why each was refused or failed.
     pub rejected: Vec<RejectedCandidate>,
@@ -102,7 +102,7 @@ pub struct Placement {
     pub warm_hit: bool,
 }
 
-/// How a provider is doing.
+/// The health of a provider.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
@@ -121,21 +121,21 @@ pub enum ProviderStatus {
 pub struct ProviderInfo {
     /// Its name.
     pub name: ProviderName,
-    /// How it is doing.
+    /// Its status.
     pub status: ProviderStatus,
-    /// What is wrong, or worth knowing.
+    /// The problem, or a note.
     pub message: Option<String>,
     /// When it was last checked.
     pub last_check: Option<DateTime<Utc>>,
     /// Workspaces it runs for this installation.
     pub active_workspaces: u64,
-    /// What is free on its host.
+    /// The free resources of its host.
     pub available_resources: Option<AvailableResources>,
-    /// What it can do.
+    /// Its capabilities.
     pub capabilities: Capabilities,
 }
 
-/// What is free on a provider's host.
+/// The free resources of a provider's host.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AvailableResources {
@@ -147,7 +147,7 @@ pub struct AvailableResources {
     pub disk_bytes: u64,
 }
 
-/// What a provider can do.
+/// The capabilities of a provider.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Capabilities {
@@ -162,7 +162,7 @@ pub struct Capabilities {
     pub memory_snapshots: bool,
     /// It can keep spares.
     pub warm_pool: bool,
-    /// What it needs, such as `docker` or `kvm`.
+    /// Its requirements, such as `docker` or `kvm`.
     pub requires: Vec<String>,
     /// Whether the disk limit is enforced by the file system (ENOSPC) or watched.
     pub disk_quota: DiskQuota,
@@ -171,7 +171,7 @@ pub struct Capabilities {
 }
 
 names!(
-    /// How the disk limit is kept.
+    /// How the disk limit is enforced.
     DiskQuota {
         /// Writes over the limit fail with ENOSPC.
         Enforced = "enforced",
