@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use emergent_host::procfs;
+use emergent_host::memory::available_memory;
 use emergent_wire::SnapshotId;
 use emergent_wire::manager::{MachinePhase, MachineRequest};
 
@@ -95,7 +95,7 @@ pub(crate) async fn reserve_slot(
     phase: MachinePhase,
 ) -> Result<(), ManagerError> {
     let memory = machine.record().request.limits.memory.bytes();
-    let index = resources.slots.take(memory, procfs::available_memory().unwrap_or(u64::MAX))?;
+    let index = resources.slots.take(memory, available_memory().unwrap_or(u64::MAX))?;
     let reserved = |record: &mut Record| {
         record.slot = Some(index);
         record.phase = phase;

@@ -6,8 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use emergent_host::procfs::{self, Mount};
 use emergent_wire::workspace::ResourceLimits;
+use procfs::MountEntry;
 use rustix::process::{Pid, Signal};
 
 /// The memory of Firecracker itself, beside the guest's: a constant, and a part of the guest's memory for tables.
@@ -42,15 +42,15 @@ impl Groups {
         })
     }
 
-    fn find_in(mounts: &[Mount], is_writable: impl Fn(&Path) -> bool) -> Self {
-        let mounted = |matches: &dyn Fn(&Mount) -> bool| {
-            let mount = mounts.iter().find(|mount| matches(mount) && is_writable(&mount.path))?;
-            Some(mount.path.clone())
+    fn find_in(mounts: &[MountEntry], is_writable: impl Fn(&Path) -> bool) -> Self {
+        let mounted = |matches: &dyn Fn(&MountEntry) -> bool| {
+            let matching = mounts.iter().filter(|mount| matches(mount));
+            matching.map(|mount| PathBuf::from(&mount.fs_file)).find(|path| is_writable(path))
         };
         let v1 = |controller: &str| {
-            mounted(&|mount| mount.kind == V1 && mount.options.iter().any(|option| option == controller))
+            mounted(&|mount| mount.fs_vfstype == V1 && mount.fs_mntops.contains_key(controller))
         };
-        if let Some(tree) = mounted(&|mount| mount.kind == V2) {
+        if let Some(tree) = mounted(&|mount| mount.fs_vfstype == V2) {
             let controllers = fs::read_to_string(tree.join("cgroup.controllers")).unwrap_or_default();
             let has = |name: &str| controllers.split_ascii_whitespace().any(|each| each == name);
             if has("memory") && has("cpu") {
@@ -117,8 +117,8 @@ impl Groups {
 /// their manager, so they must not share any.
 pub(crate) fn root_group_files() -> Vec<fs::File> {
     let mounts = procfs::mounts().unwrap_or_default();
-    let roots = mounts.iter().filter(|mount| mount.kind == V1 || mount.kind == V2);
-    let files = roots.map(|mount| mount.path.join("cgroup.procs"));
+    let roots = mounts.iter().filter(|mount| mount.fs_vfstype == V1 || mount.fs_vfstype == V2);
+    let files = roots.map(|mount| Path::new(&mount.fs_file).join("cgroup.procs"));
     files.filter_map(|file| fs::OpenOptions::new().write(true).open(file).ok()).collect()
 }
 
@@ -146,10 +146,12 @@ fn remove_group(group: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use procfs::FromRead as _;
+
     use super::*;
 
     fn find_in(mounts: &str, is_writable: impl Fn(&Path) -> bool) -> Groups {
-        Groups::find_in(&procfs::parse_mounts(mounts), is_writable)
+        Groups::find_in(&Vec::<MountEntry>::from_read(mounts.as_bytes()).unwrap(), is_writable)
     }
 
     #[test]

@@ -10,9 +10,10 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use emergent_host::firewall::{FILTER, Family, FirewallError, GUARDS, PRIVATE, families};
+use parking_lot::Mutex;
 
 use crate::error::{HostError, on_host};
 
@@ -60,7 +61,7 @@ impl Firewall {
 
     /// Adds a microVM that an earlier manager admitted. The next change sets its rules.
     pub(crate) fn add_admitted(&self, interface: &str, address: Ipv4Addr) {
-        let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut wanted = self.wanted.lock();
         wanted.machines.insert(interface.to_owned(), address);
     }
 
@@ -81,7 +82,7 @@ impl Firewall {
         change: impl FnOnce(&mut BTreeMap<String, Ipv4Addr>) -> bool,
     ) -> Result<(), HostError> {
         let version = {
-            let mut wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut wanted = self.wanted.lock();
             if change(&mut wanted.machines) {
                 wanted.version += 1;
             }
@@ -92,7 +93,7 @@ impl Firewall {
         if *in_force >= version && !with_jumps {
             return Ok(());
         }
-        let admitted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let admitted = self.wanted.lock().clone();
         let rules = Arc::clone(&self.rules);
         let (with_jumps, version) = (*in_force == 0 || with_jumps, admitted.version);
         if with_jumps {

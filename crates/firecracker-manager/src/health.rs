@@ -1,6 +1,6 @@
 //! The manager's health report: whether this host can run microVMs, and how many more.
 
-use emergent_host::procfs;
+use emergent_host::memory::available_memory;
 use emergent_wire::manager::{MachinePhase, ManagerHealth};
 use emergent_wire::workspace::AvailableResources;
 
@@ -45,7 +45,7 @@ pub(crate) async fn report(resources: &Resources, recovering: bool) -> ManagerHe
 fn available(resources: &Resources) -> AvailableResources {
     AvailableResources {
         cpus: u32::try_from(cpus()).unwrap_or(u32::MAX),
-        memory_bytes: procfs::available_memory().unwrap_or(0),
+        memory_bytes: available_memory().unwrap_or(0),
         disk_bytes: rustix::fs::statvfs(&resources.data_dir).map_or(0, |stat| stat.f_bavail * stat.f_frsize),
     }
 }

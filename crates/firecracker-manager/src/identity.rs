@@ -5,7 +5,7 @@ use std::io;
 use std::net::Ipv4Addr;
 use std::path::Path;
 
-use emergent_host::procfs::{self, Route};
+use procfs::net::RouteEntry;
 use serde::{Deserialize, Serialize};
 
 use crate::record::write_whole;
@@ -26,7 +26,7 @@ impl Identity {
         match fs::read(&path) {
             Ok(bytes) => Ok(serde_json::from_slice(&bytes)?),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let routes = procfs::routes().unwrap_or_default();
+                let routes = procfs::net::route().unwrap_or_default();
                 let chosen = Self::choose(&routes)?;
                 write_whole(&path, &serde_json::to_vec(&chosen)?)?;
                 Ok(chosen)
@@ -36,7 +36,7 @@ impl Identity {
     }
 
     /// Chooses a random number, and a private network that no route of the host leads to.
-    fn choose(routes: &[Route]) -> io::Result<Self> {
+    fn choose(routes: &[RouteEntry]) -> io::Result<Self> {
         let mut random = [0; 4];
         getrandom::fill(&mut random).map_err(|error| io::Error::other(error.to_string()))?;
         let manager = u32::from_le_bytes(random) & 0x00ff_ffff;
@@ -64,7 +64,7 @@ fn candidates(seed: u32) -> impl Iterator<Item = Ipv4Addr> {
 }
 
 /// Whether a route of the host overlaps with a manager's network. The default route does not count.
-fn is_routed(network: Ipv4Addr, routes: &[Route]) -> bool {
+fn is_routed(network: Ipv4Addr, routes: &[RouteEntry]) -> bool {
     let network = u32::from(network);
     routes.iter().any(|route| {
         let (to, mask) = (u32::from(route.destination), u32::from(route.mask));
@@ -76,6 +76,9 @@ fn is_routed(network: Ipv4Addr, routes: &[Route]) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use procfs::FromRead as _;
+    use procfs::net::RouteEntries;
+
     use super::*;
 
     const ROUTES: &str = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n\
@@ -83,12 +86,16 @@ mod tests {
         eth0 0000200A 00000000 0001 0 0 0 00F0FFFF 0 0 0\n\
         docker0 000011AC 00000000 0001 0 0 0 0000FFFF 0 0 0\n";
 
+    fn parse(routes: &str) -> Vec<RouteEntry> {
+        RouteEntries::from_read(routes.as_bytes()).unwrap().0
+    }
+
     #[test]
     fn networks_that_the_host_has_routes_to_are_not_chosen() {
-        let routes = procfs::parse_routes(ROUTES);
+        let routes = parse(ROUTES);
         assert!(is_routed(Ipv4Addr::new(10, 32, 0, 0), &routes));
         assert!(!is_routed(Ipv4Addr::new(10, 33, 0, 0), &routes));
-        let wide = procfs::parse_routes(&ROUTES.replace("00F0FFFF", "0000F0FF"));
+        let wide = parse(&ROUTES.replace("00F0FFFF", "0000F0FF"));
         assert!(is_routed(Ipv4Addr::new(10, 47, 0, 0), &wide));
         for _ in 0..50 {
             let chosen = Identity::choose(&routes).unwrap();
@@ -96,7 +103,7 @@ mod tests {
             assert!(chosen.manager < 1 << 24 && chosen.network.octets()[0] == 10);
         }
         // The host's own network is all of 10.0.0.0/8.
-        let all = procfs::parse_routes(&ROUTES.replace("00F0FFFF", "000000FF"));
+        let all = parse(&ROUTES.replace("00F0FFFF", "000000FF"));
         let [a, b, c, _] = Identity::choose(&all).unwrap().network.octets();
         assert!(a == 172 && (16..32).contains(&b) && b != 17 && c % 16 == 0, "{a}.{b}.{c}.0");
     }

@@ -5,7 +5,8 @@
 //! start whose slot has no interface makes it.
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::slot::{Naming, Slot, Slots};
 use crate::tap;
@@ -23,20 +24,16 @@ impl Interfaces {
         Self { naming, is_closed: Mutex::default() }
     }
 
-    fn change(&self) -> MutexGuard<'_, bool> {
-        self.is_closed.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Makes the interface of a slot, unless it exists.
     pub(crate) fn ensure(&self, slot: &Slot) -> io::Result<()> {
-        let _change = self.change();
+        let _change = self.is_closed.lock();
         tap::ensure(slot)
     }
 
     /// Makes the interfaces of the first slots, which are the first to be taken.
     pub(crate) fn make_spares(&self, slots: &Slots, count: u32) -> io::Result<()> {
         for index in 0..count {
-            let is_closed = self.change();
+            let is_closed = self.is_closed.lock();
             if !*is_closed && slots.is_free(index) {
                 tap::ensure(&self.naming.slot(index))?;
             }
@@ -49,7 +46,7 @@ impl Interfaces {
         let prefix = self.naming.prefix();
         for interface in tap::list(&prefix)? {
             let index = interface.strip_prefix(&prefix).and_then(|index| index.parse::<u32>().ok());
-            let _change = self.change();
+            let _change = self.is_closed.lock();
             if index.is_some_and(|index| index >= kept && slots.is_free(index)) {
                 tap::remove(&interface)?;
             }
@@ -59,7 +56,7 @@ impl Interfaces {
 
     /// Ends the making of spares.
     pub(crate) fn close(&self) {
-        *self.change() = true;
+        *self.is_closed.lock() = true;
     }
 }
 

@@ -5,10 +5,11 @@
 use std::fs::File;
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::MachinePhase;
+use parking_lot::Mutex;
 use tokio::sync::OwnedMutexGuard;
 
 use crate::console;
@@ -48,11 +49,11 @@ impl Machine {
 
     /// The current record.
     pub(crate) fn record(&self) -> Record {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.record.lock().clone()
     }
 
     pub(crate) fn phase(&self) -> MachinePhase {
-        self.record.lock().unwrap_or_else(PoisonError::into_inner).phase
+        self.record.lock().phase
     }
 
     /// Its process, if that is alive.
@@ -126,10 +127,10 @@ impl LockedMachine {
 
     /// Replaces the record in memory only.
     pub(crate) fn replace_record(&self, record: Record) {
-        *self.machine.record.lock().unwrap_or_else(PoisonError::into_inner) = record;
+        *self.machine.record.lock() = record;
     }
 
     pub(crate) fn set_console(&self, console: Option<File>) {
-        *self.console.lock().unwrap_or_else(PoisonError::into_inner) = console;
+        *self.console.lock() = console;
     }
 }

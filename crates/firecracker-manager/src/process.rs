@@ -6,7 +6,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use emergent_host::procfs::{self, ProcessStat};
+use emergent_host::processes::{self, is_dead, unless_gone};
+use procfs::ProcError;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
@@ -17,6 +18,8 @@ use tokio::io::unix::AsyncFd;
 const FREEZE_TIME: Duration = Duration::from_secs(10);
 /// How often the states of its threads are read meanwhile.
 const FREEZE_POLL_INTERVAL: Duration = Duration::from_millis(1);
+/// The state of a thread that a signal has stopped.
+const STOPPED: char = 'T';
 /// The pause before waiting for a process again, after there was no free descriptor for it.
 const RETRY_WAIT_AFTER: Duration = Duration::from_secs(1);
 
@@ -126,20 +129,21 @@ pub(crate) fn raise_oom_score() {
 
 /// The start time of a process. `None` if it has ended, reaped or not.
 fn start_time(pid: i32) -> io::Result<Option<u64>> {
-    let stat = ProcessStat::read(pid)?;
-    Ok(stat.filter(|stat| !stat.is_dead()).and_then(|stat| stat.start_time()))
+    let stat = processes::stat(pid)?;
+    Ok(stat.filter(|stat| !is_dead(stat)).map(|stat| stat.starttime))
 }
 
 /// Whether all threads of all processes of a group are stopped.
 fn is_group_stopped(group: i32) -> io::Result<bool> {
-    for pid in procfs::process_ids()? {
-        let stat = ProcessStat::read(pid)?;
-        if !stat.is_some_and(|stat| stat.process_group() == Some(group) && !stat.is_dead()) {
+    for process in processes::all()? {
+        let process = process?;
+        let stat = unless_gone(process.stat())?;
+        if !stat.is_some_and(|stat| stat.pgrp == group && !is_dead(&stat)) {
             continue;
         }
-        for thread in procfs::thread_ids(pid)? {
-            let stat = ProcessStat::read(thread)?;
-            if stat.is_some_and(|stat| !stat.is_dead() && !stat.is_stopped()) {
+        for thread in unless_gone(process.tasks())?.into_iter().flatten() {
+            let stat = unless_gone(thread.and_then(|thread| thread.stat()))?;
+            if stat.is_some_and(|stat| !is_dead(&stat) && stat.state != STOPPED) {
                 return Ok(false);
             }
         }
@@ -151,14 +155,16 @@ fn is_group_stopped(group: i32) -> io::Result<bool> {
 pub(crate) fn of_machine(id: &str) -> io::Result<Vec<Process>> {
     let joined = format!("--id={id}");
     let mut found = Vec::new();
-    for pid in procfs::process_ids()? {
-        let Some(arguments) = procfs::arguments(pid)? else {
-            continue;
+    for process in processes::all()? {
+        let process = process?;
+        let arguments = match process.cmdline() {
+            // Another program's arguments, which need not be text.
+            Err(ProcError::Io(error, _)) if error.kind() == io::ErrorKind::InvalidData => continue,
+            read => unless_gone(read)?.unwrap_or_default(),
         };
-        let is_pair = |pair: &[Vec<u8>]| pair[0] == b"--id" && pair[1] == id.as_bytes();
-        let is_joined = |argument: &Vec<u8>| argument == joined.as_bytes();
-        if arguments.windows(2).any(is_pair) || arguments.iter().any(is_joined) {
-            found.extend(Process::of(pid)?);
+        let is_pair = |pair: &[String]| pair[0] == "--id" && pair[1] == id;
+        if arguments.windows(2).any(is_pair) || arguments.contains(&joined) {
+            found.extend(Process::of(process.pid)?);
         }
     }
     Ok(found)

@@ -1,12 +1,13 @@
 //! Recovery after a manager has ended at any moment: adopts the microVMs that run, finishes or undoes the operations that
 //! had begun, and removes the resources that no record names.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::MachinePhase;
 use emergent_wire::workspace::NetworkMode;
 use futures_util::future::join_all;
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use crate::error::{HostError, ManagerError, on_host};
@@ -80,13 +81,13 @@ impl Recovery {
     }
 
     pub(crate) fn is_running(&self) -> bool {
-        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        let task = self.task.lock();
         task.as_ref().is_some_and(|task| !task.is_finished())
     }
 
     /// Ends the task and waits for its end.
     pub(crate) async fn abort(&self) {
-        let task = self.task.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let task = self.task.lock().take();
         if let Some(task) = task {
             task.abort();
             let _ = task.await;

@@ -1,9 +1,10 @@
 //! The microVMs of one manager, by id.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use emergent_wire::WorkspaceId;
+use parking_lot::Mutex;
 
 use crate::error::NotFound;
 use crate::machine::{LockedMachine, Machine};
@@ -15,30 +16,26 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    fn machines(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<Machine>>> {
-        self.machines.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn get(&self, id: WorkspaceId) -> Result<Arc<Machine>, NotFound> {
-        self.machines().get(&id).cloned().ok_or(NotFound::Machine(id))
+        self.machines.lock().get(&id).cloned().ok_or(NotFound::Machine(id))
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<Machine>> {
-        self.machines().values().cloned().collect()
+        self.machines.lock().values().cloned().collect()
     }
 
     pub(crate) fn insert(&self, machine: Arc<Machine>) {
-        self.machines().insert(machine.id, machine);
+        self.machines.lock().insert(machine.id, machine);
     }
 
     pub(crate) fn remove(&self, id: WorkspaceId) {
-        self.machines().remove(&id);
+        self.machines.lock().remove(&id);
     }
 
     /// Whether this microVM is registered. While an operation waits for a microVM's lock, the microVM can be removed, and
     /// another can be created with its id.
     pub(crate) fn contains(&self, machine: &Arc<Machine>) -> bool {
-        self.machines().get(&machine.id).is_some_and(|registered| Arc::ptr_eq(registered, machine))
+        self.machines.lock().get(&machine.id).is_some_and(|registered| Arc::ptr_eq(registered, machine))
     }
 
     /// Locks a registered microVM.
@@ -54,7 +51,7 @@ impl Registry {
         new: impl Fn() -> Arc<Machine>,
     ) -> LockedMachine {
         loop {
-            let machine = Arc::clone(self.machines().entry(id).or_insert_with(&new));
+            let machine = Arc::clone(self.machines.lock().entry(id).or_insert_with(&new));
             let machine = machine.lock().await;
             if self.contains(&machine) {
                 return machine;

@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use emergent_host::network::host_nameservers;
 use emergent_host::process_lock::{NoLock, ProcessLock};
-use emergent_host::procfs;
 use emergent_host::room::Room;
 use tokio::sync::Semaphore;
 
@@ -106,7 +105,7 @@ impl Resources {
             interfaces: Interfaces::new(naming),
             firewall: Firewall::new(naming.prefix(), nameservers),
             starts: Semaphore::new(STARTS_PER_CPU * cpus()),
-            boot_id: procfs::boot_id()?,
+            boot_id: procfs::sys::kernel::random::boot_id().map_err(io::Error::other)?,
             _lock: lock,
             data_dir,
             options,

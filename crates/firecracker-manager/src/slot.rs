@@ -11,7 +11,8 @@
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 /// The most slots: the number of networks with a prefix of 30 bits in one of 20 bits.
 pub(crate) const MOST: u32 = 1 << (PREFIX - NETWORK_PREFIX);
@@ -116,14 +117,10 @@ impl Slots {
         Self { most: most.min(MOST), taken: Mutex::default() }
     }
 
-    fn taken(&self) -> MutexGuard<'_, BTreeMap<u32, u64>> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes the lowest free index, so that its interface is reused. `memory` is the limit of its microVM and `available` is
     /// the available memory of the host. It must be enough for this microVM and for all others that start.
     pub(crate) fn take(&self, memory: u64, available: u64) -> Result<u32, NoSlot> {
-        let mut taken = self.taken();
+        let mut taken = self.taken.lock();
         let all_taken = NoSlot::AllTaken { most: self.most };
         let index = (0..self.most).find(|index| !taken.contains_key(index)).ok_or(all_taken)?;
         let left = available.saturating_sub(taken.values().sum());
@@ -136,7 +133,7 @@ impl Slots {
 
     /// Takes the index that a record names. False if another microVM has it.
     pub(crate) fn take_back(&self, index: u32) -> bool {
-        let mut taken = self.taken();
+        let mut taken = self.taken.lock();
         let is_free = !taken.contains_key(&index);
         if is_free {
             taken.insert(index, 0);
@@ -146,21 +143,21 @@ impl Slots {
 
     /// Ends a start: the host's available memory now shows the memory of this microVM.
     pub(crate) fn has_started(&self, index: u32) {
-        if let Some(memory) = self.taken().get_mut(&index) {
+        if let Some(memory) = self.taken.lock().get_mut(&index) {
             *memory = 0;
         }
     }
 
     pub(crate) fn release(&self, index: u32) {
-        self.taken().remove(&index);
+        self.taken.lock().remove(&index);
     }
 
     pub(crate) fn is_free(&self, index: u32) -> bool {
-        !self.taken().contains_key(&index)
+        !self.taken.lock().contains_key(&index)
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.taken().len()
+        self.taken.lock().len()
     }
 
     pub(crate) fn most(&self) -> u32 {

@@ -1,6 +1,6 @@
 //! The channel: its two tasks, and what they share with the calls.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -8,6 +8,7 @@ use emergent_guest_protocol::{
     AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, MAX_ACCEPTS, ProtocolError, Receiver,
     VersionMismatch,
 };
+use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
@@ -71,7 +72,7 @@ type Queued = (Bytes, Option<OwnedSemaphorePermit>);
 
 /// The state that tasks and calls share.
 pub(crate) struct Shared {
-    table: Mutex<Table<Sink>>,
+    pub(crate) table: Mutex<Table<Sink>>,
     /// Frames to write, in order. Those of calls and their input hold a place in the queue. ACCEPT, CREDIT and CANCEL, whose
     /// senders can't wait, are bounded by the number of open calls.
     outgoing: mpsc::UnboundedSender<Queued>,
@@ -167,15 +168,11 @@ impl GuestClient {
 
     /// Calls in progress.
     pub fn open_calls(&self) -> usize {
-        self.shared.table().len()
+        self.shared.table.lock().len()
     }
 }
 
 impl Shared {
-    pub(crate) fn table(&self) -> MutexGuard<'_, Table<Sink>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn closed_reason(&self) -> Closed {
         self.reason.get().cloned().unwrap_or(Closed::ByHost)
     }
@@ -222,7 +219,7 @@ impl Shared {
         let id = {
             // Queued under the lock: ids must reach the guest in order, and before a cancel. Checked under the lock: a
             // channel that ends later ends this call too.
-            let mut table = self.table();
+            let mut table = self.table.lock();
             self.check_open().map_err(CallError::Lost)?;
             let id = table
                 .open(kind, sink)
@@ -251,12 +248,12 @@ impl Shared {
         self.places.close();
         self.accepts.close();
         // Callers that read see their senders dropped; callers that write see the end of the input.
-        self.table().clear().for_each(|sink| sink.input.end());
+        self.table.lock().clear().for_each(|sink| sink.input.end());
     }
 
     fn dispatch(&self, frame: Frame) -> Result<(), ProtocolError> {
         let id = frame.call;
-        let Some((sink, event)) = self.table().take(frame)? else {
+        let Some((sink, event)) = self.table.lock().take(frame)? else {
             return Ok(());
         };
         match event {

@@ -1,10 +1,11 @@
 //! The input of a call: credit, and the frames that spend it.
 
 use std::future::poll_fn;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 
 use emergent_guest_protocol::{Credit, Frame, Kind, MAX_DATA_BYTES, data_cost};
+use parking_lot::Mutex;
 use tokio_util::sync::PollSemaphore;
 
 use crate::call::CallError;
@@ -25,13 +26,9 @@ struct State {
 }
 
 impl InputCredit {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a grant of the guest. False when the guest grants more than the protocol allows.
     pub(crate) fn grant(&self, amount: u32) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let granted = state.credit.grant(amount).is_ok();
         state.waiting.drain(..).for_each(Waker::wake);
         granted
@@ -39,7 +36,7 @@ impl InputCredit {
 
     /// The call takes no more input. Writers that wait for credit return.
     pub(crate) fn end(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.is_over = true;
         state.waiting.drain(..).for_each(Waker::wake);
     }
@@ -47,7 +44,7 @@ impl InputCredit {
     /// Spends credit for one frame of at most `wanted` bytes and returns the length it may have. `None`: the call takes no
     /// more input.
     fn poll_take(&self, context: &Context<'_>, wanted: usize) -> Poll<Option<usize>> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.is_over {
             return Poll::Ready(None);
         }
@@ -64,7 +61,7 @@ impl InputCredit {
 
     /// Returns credit that was taken and not used.
     fn refund(&self, amount: u32) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         // It was spent from this credit, so returning it can't exceed the limit.
         let _ = state.credit.grant(amount);
         state.waiting.drain(..).for_each(Waker::wake);

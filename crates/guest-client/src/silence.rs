@@ -46,7 +46,7 @@ impl Silence {
 
     /// Waits until the guest has been silent for too long while calls wait for it.
     pub(crate) async fn wait(&mut self, shared: &Shared) {
-        if self.asked.is_none() && shared.table().due() == 0 {
+        if self.asked.is_none() && shared.table.lock().due() == 0 {
             shared.call_started.notified().await;
             self.heard = Some(Instant::now());
         }

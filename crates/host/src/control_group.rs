@@ -8,11 +8,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use procfs::ProcessCGroup;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::procfs::{GroupMembership, group_memberships};
+use crate::processes;
 
-pub(crate) const ROOT: &str = "/sys/fs/cgroup";
+/// The mount point of version 2, and the directory of the mount points of version 1.
+pub const ROOT: &str = "/sys/fs/cgroup";
 /// The time limit for killed processes to end.
 const END_TIME: Duration = Duration::from_secs(8);
 /// How often the group is read meanwhile. The kernel reports the end of a process to its parent only.
@@ -29,12 +31,11 @@ pub struct ControlGroup {
 impl ControlGroup {
     /// The control group of a process, if the group is the sandbox's own: the group's name contains `name`. A group that other
     /// processes share is never returned.
-    pub fn of(pid: i64, name: &str) -> Option<Self> {
-        let memberships = group_memberships(i32::try_from(pid).ok()?).ok()??;
-        Self::find(Path::new(ROOT), &memberships, name)
+    pub fn of(pid: i32, name: &str) -> Option<Self> {
+        Self::find(Path::new(ROOT), &processes::control_groups(pid).ok()??, name)
     }
 
-    fn find(root: &Path, groups: &[GroupMembership], name: &str) -> Option<Self> {
+    fn find(root: &Path, groups: &[ProcessCGroup], name: &str) -> Option<Self> {
         let own = |controller: &str| own_path(groups, name, controller);
         let first = ["pids", "memory"].into_iter().find_map(|controller| {
             let directory = root.join(controller).join(own(controller)?);
@@ -95,16 +96,25 @@ impl ControlGroup {
     }
 }
 
-/// The path of a process's group for one controller (version 2: the empty name). `None` unless the group's name contains
-/// `name`.
-pub(crate) fn own_path<'a>(groups: &'a [GroupMembership], name: &str, controller: &str) -> Option<&'a Path> {
-    let is_own = |group: &&GroupMembership| {
-        let group_name = group.path.file_name().and_then(|name| name.to_str());
-        group.has_controller(controller)
-            && !name.is_empty()
-            && group_name.is_some_and(|group_name| group_name.contains(name))
+/// The path of a process's group for one controller, below the mount point of the hierarchy. The empty name stands for
+/// version 2.
+pub fn group_path<'a>(groups: &'a [ProcessCGroup], controller: &str) -> Option<&'a Path> {
+    let has_controller = |group: &&ProcessCGroup| {
+        if controller.is_empty() {
+            group.controllers.is_empty()
+        } else {
+            group.controllers.iter().any(|one| one == controller)
+        }
     };
-    groups.iter().find(is_own).map(|group| group.path.as_path())
+    let group = groups.iter().find(has_controller)?;
+    Some(Path::new(group.pathname.trim_start_matches('/')))
+}
+
+/// The path of a process's group for one controller. `None` unless the group's name contains `name`.
+pub(crate) fn own_path<'a>(groups: &'a [ProcessCGroup], name: &str, controller: &str) -> Option<&'a Path> {
+    let path = group_path(groups, controller)?;
+    let group_name = path.file_name()?.to_str()?;
+    (!name.is_empty() && group_name.contains(name)).then_some(path)
 }
 
 /// Collects the processes of a group and of the groups below it.
@@ -119,13 +129,26 @@ fn collect(directory: &Path, found: &mut Vec<i32>) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use procfs::{FromRead as _, ProcessCGroups};
+
     use super::*;
-    use crate::procfs::parse_group_memberships;
+
+    pub(crate) fn parse(groups: &str) -> Vec<ProcessCGroup> {
+        ProcessCGroups::from_read(groups.as_bytes()).unwrap().0
+    }
 
     fn find(root: &Path, groups: &str, name: &str) -> Option<ControlGroup> {
-        ControlGroup::find(root, &parse_group_memberships(groups), name)
+        ControlGroup::find(root, &parse(groups), name)
+    }
+
+    #[test]
+    fn the_path_of_a_group_is_found_by_its_controller() {
+        let groups = parse("4:cpu,cpuacct:/docker/a:b\n1:name=systemd:/c\n0::/user.slice\n");
+        assert_eq!(group_path(&groups, "cpuacct"), Some(Path::new("docker/a:b")));
+        assert_eq!(group_path(&groups, ""), Some(Path::new("user.slice")));
+        assert_eq!(group_path(&groups, "memory"), None);
     }
 
     fn root_with(directories: &[&str]) -> tempfile::TempDir {

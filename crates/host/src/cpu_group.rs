@@ -11,8 +11,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use procfs::ProcessCGroup;
+
 use crate::control_group::{ROOT, own_path};
-use crate::procfs::{GroupMembership, group_memberships};
+use crate::processes;
 
 /// The kernel's default weight of a group, in version 1 (`cpu.shares`) and in version 2 (`cpu.weight`).
 const DEFAULT_SHARES: u64 = 1024;
@@ -56,12 +58,11 @@ struct CpuSet {
 impl CpuGroup {
     /// The group of a process, if the group is the sandbox's own: the group's name contains `name`. Outside the background it has the
     /// weight `shares`; ordinary programs have 1024.
-    pub fn of(pid: i64, name: &str, shares: u32) -> Option<Self> {
-        let memberships = group_memberships(i32::try_from(pid).ok()?).ok()??;
-        Self::find(Path::new(ROOT), &memberships, name, shares)
+    pub fn of(pid: i32, name: &str, shares: u32) -> Option<Self> {
+        Self::find(Path::new(ROOT), &processes::control_groups(pid).ok()??, name, shares)
     }
 
-    fn find(root: &Path, groups: &[GroupMembership], name: &str, shares: u32) -> Option<Self> {
+    fn find(root: &Path, groups: &[ProcessCGroup], name: &str, shares: u32) -> Option<Self> {
         let own = |controller: &str| own_path(groups, name, controller);
         let v1 = |controller: &str| own(controller).map(|path| root.join(controller).join(path));
         let found = if let (Some(cpu), Some(usage)) = (v1("cpu"), v1("cpuacct")) {
@@ -159,10 +160,10 @@ fn read_number(path: &Path) -> Option<u64> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
-    use crate::procfs::parse_group_memberships;
+    use crate::control_group::tests::parse;
 
     fn find(root: &Path, groups: &str, name: &str, shares: u32) -> Option<CpuGroup> {
-        CpuGroup::find(root, &parse_group_memberships(groups), name, shares)
+        CpuGroup::find(root, &parse(groups), name, shares)
     }
 
     fn write(root: &Path, files: &[(&str, &str)]) {

@@ -1,5 +1,5 @@
 //! Operations on the host that all kinds of sandboxes need: firewall rules, disks and copies of them, control groups,
-//! private files, process locks, programs, and the parsers of `/proc`.
+//! private files, processes and their locks, programs.
 //!
 //! Every function blocks. Async callers run it on a blocking thread.
 
@@ -10,9 +10,10 @@ pub mod ext4;
 pub mod files;
 pub mod firewall;
 pub mod loop_device;
+pub mod memory;
 pub mod network;
 pub mod process_lock;
-pub mod procfs;
+pub mod processes;
 pub mod program;
 pub mod room;
 pub mod tree_size;

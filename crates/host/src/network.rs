@@ -2,8 +2,6 @@
 
 use std::net::IpAddr;
 
-use crate::procfs;
-
 /// Used when the host has no name server that a sandbox could reach.
 const PUBLIC_NAMESERVERS: [&str; 2] = ["1.1.1.1", "8.8.8.8"];
 
@@ -30,8 +28,8 @@ fn parse_nameservers(text: &str) -> Vec<IpAddr> {
 /// The MTU of the interface of the default route. Larger packets from a sandbox would be dropped without an answer.
 pub fn default_route_mtu() -> u32 {
     let find = || -> Option<u32> {
-        let routes = procfs::routes().ok()?;
-        let interface = &routes.iter().find(|route| route.destination.is_unspecified())?.interface;
+        let routes = procfs::net::route().ok()?;
+        let interface = &routes.iter().find(|route| route.destination.is_unspecified())?.iface;
         std::fs::read_to_string(format!("/sys/class/net/{interface}/mtu")).ok()?.trim().parse().ok()
     };
     find().unwrap_or(1500).clamp(1280, 1500)

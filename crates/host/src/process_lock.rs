@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-use crate::procfs::ProcessStat;
+use crate::processes;
 
 /// The time limit for a child to get from `fork` to `exec`.
 const EXEC_TIME: Duration = Duration::from_secs(3);
@@ -78,8 +78,8 @@ impl ProcessLock {
 
 /// Whether a process runs. One that has ended and was not reaped does not.
 fn is_running(pid: u32) -> bool {
-    let stat = ProcessStat::read(pid.cast_signed());
-    stat.is_ok_and(|stat| stat.is_some_and(|stat| !stat.is_dead()))
+    let stat = processes::stat(pid.cast_signed());
+    stat.is_ok_and(|stat| stat.is_some_and(|stat| !processes::is_dead(&stat)))
 }
 
 #[cfg(test)]

@@ -3,7 +3,9 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 /// A disk with fewer free inodes counts as full.
 const MIN_FREE_INODES: u64 = 2000;
@@ -78,7 +80,7 @@ impl Room {
     }
 
     fn give(&self, wanted: Taken, others: u64) -> io::Result<Part> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         let free = free_bytes(&self.directory)?.saturating_sub(taken.written);
         let least = self.rules.min_free_bytes;
         if free < least.saturating_add(wanted.written) {
@@ -110,7 +112,7 @@ impl Room {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = self.taken.lock();
         taken.written -= self.own.written;
         taken.promised -= self.own.promised;
     }

@@ -6,10 +6,11 @@
 //! A bridge outlives its process: clients stay joined while the next process is started. The bridge initializes it and renews the
 //! clients' subscriptions.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use emergent_mcp_protocol::envelope::Message;
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use crate::error::BridgeError;
@@ -82,7 +83,7 @@ impl Bridge {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.state.lock()
     }
 
     /// Whether there is a process, or will be in a moment.

@@ -1,8 +1,8 @@
 //! The journal of a server: its standard error and the supervisor's notes. Keeps the last lines, and reports new ones.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 /// Lines that are kept.
@@ -46,13 +46,9 @@ impl Default for Journal {
 }
 
 impl Journal {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds output of the server.
     pub fn write(&self, bytes: &[u8]) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             let (text, ends) = match piece.strip_suffix(b"\n") {
                 Some(text) => (text, true),
@@ -72,7 +68,7 @@ impl Journal {
 
     /// Adds a note of the supervisor.
     pub fn note(&self, text: impl Into<String>) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if !state.partial.is_empty() {
             state.end_line();
         }
@@ -84,7 +80,7 @@ impl Journal {
 
     /// The lines after this number; of more than `most` the last ones.
     pub fn after(&self, number: u64, most: usize) -> Vec<Entry> {
-        let state = self.state();
+        let state = self.state.lock();
         let fresh = state.entries.iter().filter(|entry| entry.number > number);
         let count = fresh.clone().count();
         fresh.skip(count.saturating_sub(most)).cloned().collect()
@@ -92,7 +88,7 @@ impl Journal {
 
     /// The last lines that the server wrote, as one text.
     pub fn tail(&self, lines: usize) -> String {
-        let state = self.state();
+        let state = self.state.lock();
         let own: Vec<&str> =
             state.entries.iter().filter(|entry| !entry.is_note).map(|entry| entry.text.as_str()).collect();
         let mut tail: Vec<&str> = own[own.len().saturating_sub(lines)..].to_vec();
@@ -151,7 +147,7 @@ mod tests {
             journal.write(&[b'x'; 3000]);
             journal.write(b"\n");
         }
-        let state = journal.state();
+        let state = journal.state.lock();
         assert!(state.bytes <= MAX_BYTES && state.entries.len() <= MAX_LINES);
         assert!(state.entries.iter().all(|entry| entry.text.len() <= MAX_LINE_BYTES + 4));
     }

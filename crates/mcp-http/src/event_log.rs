@@ -3,8 +3,9 @@
 //! Writing never waits. A full log drops its oldest messages; the newest, which may be the answer, is always kept.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 /// The messages of a stream that are kept for a client that may come back.
@@ -43,13 +44,9 @@ pub(crate) enum Read {
 }
 
 impl EventLog {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a message.
     pub(crate) fn push(&self, message: &str) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.bytes += message.len();
         state.events.push_back(message.into());
         while state.events.len() > MAX_EVENTS || (state.bytes > MAX_BYTES && state.events.len() > 1) {
@@ -62,18 +59,18 @@ impl EventLog {
 
     /// Ends the stream. Readers still get the messages that are kept.
     pub(crate) fn end(&self) {
-        self.state().is_ended = true;
+        self.state.lock().is_ended = true;
         self.changed.notify_waiters();
     }
 
     /// Whether the stream has ended.
     pub(crate) fn is_ended(&self) -> bool {
-        self.state().is_ended
+        self.state.lock().is_ended
     }
 
     /// Begins to read after this number, or after the last message that was sent. Replaces the current reader.
     pub(crate) fn open(&self, after: Option<u64>) -> Cursor {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.reader += 1;
         let cursor = Cursor { reader: state.reader, at: after.unwrap_or(state.delivered) };
         drop(state);
@@ -96,7 +93,7 @@ impl EventLog {
     }
 
     fn try_next(&self, cursor: &mut Cursor) -> Option<Read> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.reader != cursor.reader {
             return Some(Read::Replaced);
         }
@@ -156,6 +153,6 @@ mod tests {
         let first = texts(&log, &mut cursor, 1).await;
         assert_eq!(first, [(10_000 - MAX_EVENTS as u64 + 1, (10_000 - MAX_EVENTS).to_string())]);
         (0..10).for_each(|_| log.push(&"x".repeat(1 << 20)));
-        assert!(log.state().bytes <= MAX_BYTES);
+        assert!(log.state.lock().bytes <= MAX_BYTES);
     }
 }

@@ -1,12 +1,13 @@
 //! The sessions of one server, and their limit.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Refusal;
 use crate::peer::Caller;
 use crate::session::Session;
+use parking_lot::Mutex;
 
 /// The sessions of one server.
 pub(crate) struct Sessions<C: Caller> {
@@ -32,13 +33,9 @@ impl<C: Caller> Sessions<C> {
         Self { max, idle, replaceable_after, table }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table<C>> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// An open session of this owner.
     pub(crate) fn get(&self, id: &str, owner: &C::Owner) -> Option<Arc<Session<C>>> {
-        let session = self.table().open.get(id).cloned()?;
+        let session = self.table.lock().open.get(id).cloned()?;
         if !session.belongs_to(owner) {
             return None;
         }
@@ -53,7 +50,7 @@ impl<C: Caller> Sessions<C> {
     /// never end theirs. A session with a request in progress is never ended for another.
     pub(crate) fn reserve(&self) -> Result<Reservation<'_, C>, Refusal> {
         self.sweep();
-        let mut table = self.table();
+        let mut table = self.table.lock();
         let mut replaced = None;
         if table.open.len() + table.reserved >= self.max {
             let idle = table.open.values().filter_map(|session| {
@@ -77,7 +74,7 @@ impl<C: Caller> Sessions<C> {
 
     /// Ends a session. False when there is none.
     pub(crate) fn remove(&self, id: &str) -> bool {
-        let removed = self.table().open.remove(id);
+        let removed = self.table.lock().open.remove(id);
         removed.is_some_and(|session| {
             session.close();
             true
@@ -87,7 +84,8 @@ impl<C: Caller> Sessions<C> {
     /// Ends the sessions that were idle for too long.
     pub(crate) fn sweep(&self) {
         let over: Vec<_> = self
-            .table()
+            .table
+            .lock()
             .open
             .extract_if(|_, session| session.is_over(self.idle))
             .map(|(_, over)| over)
@@ -97,30 +95,30 @@ impl<C: Caller> Sessions<C> {
 
     /// Ends all sessions.
     pub(crate) fn remove_all(&self) {
-        let all = std::mem::take(&mut self.table().open);
+        let all = std::mem::take(&mut self.table.lock().open);
         all.values().for_each(|session| session.close());
     }
 
     /// Requests in progress.
     pub(crate) fn requests(&self) -> usize {
-        self.table().open.values().map(|session| session.uses().requests).sum()
+        self.table.lock().open.values().map(|session| session.uses().requests).sum()
     }
 
     pub(crate) fn count(&self) -> usize {
-        self.table().open.len()
+        self.table.lock().open.len()
     }
 }
 
 impl<C: Caller> Reservation<'_, C> {
     /// Puts the session at the reserved place.
     pub(crate) fn fill(self, session: &Arc<Session<C>>) {
-        self.0.table().open.insert(session.id.clone(), Arc::clone(session));
+        self.0.table.lock().open.insert(session.id.clone(), Arc::clone(session));
     }
 }
 
 impl<C: Caller> Drop for Reservation<'_, C> {
     fn drop(&mut self) {
-        self.0.table().reserved -= 1;
+        self.0.table.lock().reserved -= 1;
     }
 }
 

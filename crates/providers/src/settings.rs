@@ -3,10 +3,11 @@
 use std::net::IpAddr;
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use emergent_host::room::RoomRules;
 use emergent_wire::id::InstallationId;
+use parking_lot::Mutex;
 use secrecy::SecretString;
 
 use crate::container::{ContainerHost, DockerImages};
@@ -68,7 +69,7 @@ impl OpenContext {
 
     /// The engine with its network, disks and guest agent, for all container providers.
     pub(crate) fn container_host(&self) -> Result<Arc<ContainerHost>, ProviderError> {
-        let mut opened = self.container_host.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut opened = self.container_host.lock();
         if let Some(host) = opened.as_ref() {
             return Ok(Arc::clone(host));
         }

@@ -1,8 +1,9 @@
 //! The history of sandbox starts of one provider: whether starts succeed, and how long a cold start takes.
 
 use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// Number of cold starts that the median is made of.
 const MAX_COLD_STARTS: usize = 20;
@@ -23,13 +24,9 @@ struct Recent {
 }
 
 impl StartHistory {
-    fn recent(&self) -> MutexGuard<'_, Recent> {
-        self.recent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records a sandbox that was created and started.
     pub(crate) fn record_cold_start(&self, took: Duration) {
-        let mut recent = self.recent();
+        let mut recent = self.recent.lock();
         recent.last_success = Some(Instant::now());
         recent.cold.push_back(took);
         if recent.cold.len() > MAX_COLD_STARTS {
@@ -39,22 +36,22 @@ impl StartHistory {
 
     /// Records a start of an existing sandbox, or of a probe.
     pub(crate) fn record_success(&self) {
-        self.recent().last_success = Some(Instant::now());
+        self.recent.lock().last_success = Some(Instant::now());
     }
 
     /// Records a failed start.
     pub(crate) fn record_failure(&self) {
-        self.recent().last_success = None;
+        self.recent.lock().last_success = None;
     }
 
     /// Whether the last start succeeded, and not long ago.
     pub(crate) fn succeeded_recently(&self) -> bool {
-        self.recent().last_success.is_some_and(|at| at.elapsed() < EVIDENCE_TIME)
+        self.recent.lock().last_success.is_some_and(|at| at.elapsed() < EVIDENCE_TIME)
     }
 
     /// The median time of a cold start. None before the first one.
     pub(crate) fn median_ms(&self) -> Option<u64> {
-        let mut cold: Vec<Duration> = self.recent().cold.iter().copied().collect();
+        let mut cold: Vec<Duration> = self.recent.lock().cold.iter().copied().collect();
         cold.sort_unstable();
         let middle = cold.get(cold.len() / 2)?;
         u64::try_from(middle.as_millis()).ok()

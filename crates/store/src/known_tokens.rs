@@ -4,10 +4,10 @@
 //! store's knowledge, so entries live only briefly there.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::access::Token;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 /// The lifetime of an entry when this server is alone. The time of a token's last use is as precise.
@@ -41,13 +41,9 @@ impl KnownTokens {
         Self { kept_for, state: Mutex::default(), taken_away: watch::Sender::default() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The token with this hash, if it was verified a moment before `now` and is still good.
     pub(crate) fn get(&self, hash: &[u8], now: DateTime<Utc>) -> Option<Token> {
-        let state = self.state();
+        let state = self.state.lock();
         let known = state.tokens.get(hash)?;
         let age = now - known.verified_at;
         let good = known.token.expires_at.is_none_or(|end| now < end);
@@ -56,12 +52,12 @@ impl KnownTokens {
 
     /// The number of revocations. A caller reads it before it looks a token up.
     pub(crate) fn changes(&self) -> u64 {
-        self.state().changes
+        self.state.lock().changes
     }
 
     /// Adds a token, unless a revocation came after its lookup.
     pub(crate) fn put(&self, changes: u64, hash: Vec<u8>, token: Token, verified_at: DateTime<Utc>) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.changes != changes {
             return;
         }
@@ -73,7 +69,7 @@ impl KnownTokens {
 
     /// Empties the cache because a token was revoked.
     pub(crate) fn forget(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.changes += 1;
         state.tokens.clear();
         drop(state);

@@ -9,11 +9,12 @@ use std::fmt;
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_host::process_lock::{NoLock, ProcessLock};
 use emergent_wire::id::ServerId;
+use parking_lot::Mutex;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
@@ -122,7 +123,7 @@ impl Store {
             }
             Db::Postgres(pool) => pool.close().await,
         }
-        let lock = self.inner.lock.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let lock = self.inner.lock.lock().take();
         drop(lock);
     }
 

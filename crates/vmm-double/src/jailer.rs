@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, bail};
-use emergent_host::procfs::{self, Mount};
+use procfs::MountEntry;
 
 use crate::{option, options};
 
@@ -57,12 +57,12 @@ fn enter_groups(arguments: &[String], exec_name: &str, id: &str) -> anyhow::Resu
 }
 
 fn mount_of(controller: &str, is_v2: bool) -> Option<PathBuf> {
-    let matches = |mount: &Mount| {
+    let matches = |mount: &MountEntry| {
         if is_v2 {
-            mount.kind == "cgroup2"
+            mount.fs_vfstype == "cgroup2"
         } else {
-            mount.kind == "cgroup" && mount.options.iter().any(|option| option == controller)
+            mount.fs_vfstype == "cgroup" && mount.fs_mntops.contains_key(controller)
         }
     };
-    procfs::mounts().ok()?.into_iter().find(matches).map(|mount| mount.path)
+    procfs::mounts().ok()?.into_iter().find(matches).map(|mount| mount.fs_file.into())
 }

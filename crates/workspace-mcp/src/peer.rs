@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use emergent_mcp_http::{Caller, Exchange, Item, Peer, PeerError};
@@ -10,6 +10,7 @@ use emergent_mcp_protocol::codes;
 use emergent_mcp_protocol::envelope::{Id, Message, error_line, result_line};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use futures_util::FutureExt as _;
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::sync::mpsc;
@@ -54,10 +55,6 @@ impl<C: Caller> WorkspacePeer<C> {
     pub(crate) fn new(shared: Arc<Shared<C>>, era: Era) -> Self {
         let ended = shared.ended.child_token();
         Self { shared, era, calls: Arc::default(), ended }
-    }
-
-    fn calls(&self) -> MutexGuard<'_, HashMap<Id, CancellationToken>> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn answer_of(&self, message: &Message<'_>, caller: &C) -> Answer {
@@ -140,7 +137,7 @@ impl<C: Caller> WorkspacePeer<C> {
     fn register(&self, id: Option<Id>, call: &CancellationToken) -> Result<Registered, PeerError> {
         let id = id.filter(|_| self.era == Era::Legacy);
         if let Some(id) = &id {
-            let mut calls = self.calls();
+            let mut calls = self.calls.lock();
             if calls.contains_key(id) {
                 return Err(PeerError::DuplicateId);
             }
@@ -159,7 +156,7 @@ struct Registered {
 impl Drop for Registered {
     fn drop(&mut self) {
         if let Some(id) = &self.id {
-            self.calls.lock().unwrap_or_else(PoisonError::into_inner).remove(id);
+            self.calls.lock().remove(id);
         }
     }
 }
@@ -193,7 +190,8 @@ impl<C: Caller> Peer<C> for WorkspacePeer<C> {
         if message.method.as_deref() != Some("notifications/cancelled") {
             return;
         }
-        let call = message.param("requestId").and_then(Id::of).and_then(|id| self.calls().get(&id).cloned());
+        let call =
+            message.param("requestId").and_then(Id::of).and_then(|id| self.calls.lock().get(&id).cloned());
         if let Some(call) = call {
             call.cancel();
         }

@@ -8,10 +8,11 @@
 //! message is left out when the client's queue is full. Nothing is lost, because the answer holds the output. `progress` is the
 //! number of bytes so far.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_mcp_http::Item;
+use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::{Notify, mpsc};
 
@@ -56,13 +57,13 @@ impl OutputSink {
         if bytes.is_empty() {
             return;
         }
-        self.state().push(bytes);
+        self.0.state.lock().push(bytes);
         self.0.changed.notify_one();
     }
 
     /// Stops sending, because the answer is there.
     pub(crate) fn close(&self) {
-        self.state().closed = true;
+        self.0.state.lock().closed = true;
         self.0.changed.notify_one();
     }
 
@@ -84,7 +85,7 @@ impl OutputSink {
         loop {
             let changed = self.0.changed.notified();
             {
-                let mut state = self.state();
+                let mut state = self.0.state.lock();
                 if state.closed {
                     return None;
                 }
@@ -99,15 +100,11 @@ impl OutputSink {
     /// The time between two messages, or until the sink is closed.
     async fn pause(&self) {
         let closed = async {
-            while !self.state().closed {
+            while !self.0.state.lock().closed {
                 self.0.changed.notified().await;
             }
         };
         let _ = tokio::time::timeout(PAUSE, closed).await;
-    }
-
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
-        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -163,7 +160,7 @@ mod tests {
     use super::*;
 
     fn take(sink: &OutputSink) -> Option<(u64, String)> {
-        sink.state().take().map(|piece| (piece.total, piece.text))
+        sink.0.state.lock().take().map(|piece| (piece.total, piece.text))
     }
 
     #[test]
@@ -191,7 +188,7 @@ mod tests {
         for _ in 0..100 {
             sink.write(&[b'y'; 1000]);
         }
-        assert!(sink.state().newest.len() <= MESSAGE_BYTES);
+        assert!(sink.0.state.lock().newest.len() <= MESSAGE_BYTES);
         let (total, text) = take(&sink).unwrap();
         assert_eq!(total, 5 + MESSAGE_BYTES as u64 + 100_000);
         assert!(text.starts_with("[95904 bytes skipped]\ny"), "{}", &text[..40]);

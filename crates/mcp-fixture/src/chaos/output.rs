@@ -5,8 +5,9 @@ use std::io::Write;
 use std::mem::ManuallyDrop;
 use std::os::fd::FromRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::thread;
+
+use parking_lot::Mutex;
 
 /// Standard output without the buffer that the standard library puts before it.
 pub(crate) struct Output {
@@ -25,7 +26,7 @@ impl Output {
     /// Writes something that ends with its last line's end. Nobody may be there any more to read it, and that is fine.
     pub(crate) fn write(&self, lines: &[u8]) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = self.file.lock();
         self.waiting.fetch_sub(1, Ordering::Relaxed);
         let _ = file.write_all(lines);
     }
@@ -35,6 +36,6 @@ impl Output {
         while self.waiting.load(Ordering::Relaxed) > 0 {
             thread::yield_now();
         }
-        self.file.lock().unwrap_or_else(PoisonError::into_inner).write_all(lines).is_ok()
+        self.file.lock().write_all(lines).is_ok()
     }
 }

@@ -2,9 +2,11 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::message::{Initialize, Message, answer, error, outgoing};
 use crate::mode::Mode;
@@ -33,10 +35,6 @@ struct State {
     /// Requests of ours that the client has not answered, by their id.
     asked: Mutex<HashMap<String, Sender<String>>>,
     next_id: AtomicU64,
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Server {
@@ -102,14 +100,14 @@ impl Server {
     }
 
     fn take_notification(&self, line: &[u8]) {
-        let mut received = locked(&self.state.received);
+        let mut received = self.state.received.lock();
         if received.len() < REMEMBERED {
             received.push(String::from_utf8_lossy(line).trim_end().to_owned());
         }
     }
 
     fn take_response(&self, id: &str, line: &[u8]) {
-        let asked = locked(&self.state.asked).remove(id);
+        let asked = self.state.asked.lock().remove(id);
         match asked {
             // Who asked may have given up.
             Some(asked) => drop(asked.send(String::from_utf8_lossy(line).trim_end().to_owned())),
@@ -119,7 +117,7 @@ impl Server {
 
     /// All notifications so far, as a JSON array.
     pub(crate) fn received(&self) -> String {
-        format!("[{}]", locked(&self.state.received).join(","))
+        format!("[{}]", self.state.received.lock().join(","))
     }
 
     /// Answers a request.
@@ -136,7 +134,7 @@ impl Server {
     pub(crate) fn ask(&self, method: &str, params: Option<&str>) -> Receiver<String> {
         let id = format!("\"chaos-{}\"", self.state.next_id.fetch_add(1, Ordering::Relaxed));
         let (sender, receiver) = channel();
-        locked(&self.state.asked).insert(id.clone(), sender);
+        self.state.asked.lock().insert(id.clone(), sender);
         self.write(outgoing(Some(&id), method, params));
         receiver
     }

@@ -15,6 +15,8 @@
 use std::fs;
 use std::io;
 
+use emergent_host::processes::{self, unless_gone};
+use procfs::process::{Process, Task};
 use rustix::process::{Pid, setpriority_process};
 
 /// The OOM score of processes that the kernel kills before all others of the same memory limit.
@@ -24,7 +26,7 @@ const FIRST: &str = "1000";
 const HIGHEST_PRIORITY: i32 = -20;
 
 /// Makes commands that start later the first to be killed and the last to be scheduled. `sandbox` is the process of gVisor.
-pub(crate) fn prefer_agent_over_commands(sandbox: i64) -> io::Result<()> {
+pub(crate) fn prefer_agent_over_commands(sandbox: i32) -> io::Result<()> {
     let mut processes = children(sandbox)?;
     processes.sort_by_key(|pid| (start_time(*pid), *pid));
     let Some((first, others)) = processes.split_first() else {
@@ -35,12 +37,10 @@ pub(crate) fn prefer_agent_over_commands(sandbox: i64) -> io::Result<()> {
 }
 
 /// Gives all threads of a process the highest priority; threads that they start later inherit it.
-fn prioritize(process: i64) -> io::Result<()> {
-    for thread in fs::read_dir(format!("/proc/{process}/task"))? {
-        let name = thread?.file_name();
-        let Some(thread) = name.to_str().and_then(|id| Pid::from_raw(id.parse().ok()?)) else {
-            continue;
-        };
+fn prioritize(process: i32) -> io::Result<()> {
+    for thread in threads(process)? {
+        // `setpriority` takes no id as the calling thread.
+        let Some(thread) = Pid::from_raw(thread?.tid) else { continue };
         match setpriority_process(Some(thread), HIGHEST_PRIORITY) {
             // The thread has ended.
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
@@ -50,17 +50,21 @@ fn prioritize(process: i64) -> io::Result<()> {
     Ok(())
 }
 
-fn children(of: i64) -> io::Result<Vec<i64>> {
+/// The threads of a process. A process that is gone is an error.
+fn threads(of: i32) -> io::Result<impl Iterator<Item = io::Result<Task>>> {
+    let threads = Process::new(of).and_then(|process| process.tasks()).map_err(io::Error::other)?;
+    Ok(threads.filter_map(|thread| unless_gone(thread).transpose()))
+}
+
+fn children(of: i32) -> io::Result<Vec<i32>> {
     let mut all = Vec::new();
-    for thread in fs::read_dir(format!("/proc/{of}/task"))? {
-        let text = fs::read_to_string(thread?.path().join("children")).unwrap_or_default();
-        all.extend(text.split_ascii_whitespace().filter_map(|pid| pid.parse::<i64>().ok()));
+    for thread in threads(of)? {
+        all.extend(thread?.children().unwrap_or_default().into_iter().map(u32::cast_signed));
     }
     Ok(all)
 }
 
 /// The start time of a process, in ticks since the host's start.
-fn start_time(pid: i64) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
+fn start_time(pid: i32) -> Option<u64> {
+    Some(processes::stat(pid).ok()??.starttime)
 }

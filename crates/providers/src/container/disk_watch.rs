@@ -6,12 +6,12 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use bollard::models::ContainerInspectResponse;
 use emergent_host::tree_size::{removed_bytes, tree_bytes};
 use emergent_wire::WorkspaceId;
+use procfs::process::Process;
 
 use super::disk::Disks;
 use super::processes::ContainerProcesses;
@@ -94,8 +94,8 @@ impl ContainerProvider {
     pub(super) async fn measure_disks(&self, thorough: bool) -> Vec<DiskUse> {
         self.find_unknown_sandboxes().await;
         let subjects: Vec<Subject> = {
-            let layers = self.root_layers();
-            let known = self.processes();
+            let layers = self.running.root_layers.lock();
+            let known = self.running.processes.lock();
             let subject = |(id, processes): (&WorkspaceId, &ContainerProcesses)| Subject {
                 id: *id,
                 processes: processes.clone(),
@@ -107,7 +107,7 @@ impl ContainerProvider {
         let measured =
             tokio::task::spawn_blocking(move || measure_all(subjects, disks.as_ref(), thorough)).await;
         let (uses, measured) = measured.unwrap_or_default();
-        let mut layers = self.root_layers();
+        let mut layers = self.running.root_layers.lock();
         for (id, layer) in measured {
             // A sandbox that has ended meanwhile is not in the map any more.
             if let Some(known) = layers.get_mut(&id) {
@@ -119,7 +119,7 @@ impl ContainerProvider {
 
     async fn find_unknown_sandboxes(&self) {
         {
-            let mut compared = self.running.compared.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut compared = self.running.compared.lock();
             if compared.is_some_and(|at| at.elapsed() < COMPARE_EVERY) {
                 return;
             }
@@ -130,10 +130,10 @@ impl ContainerProvider {
         };
         let running: Vec<WorkspaceId> =
             found.iter().filter(|one| one.is_running).filter_map(|one| workspace_of(&one.labels)).collect();
-        self.processes().retain(|id, _| running.contains(id));
-        self.root_layers().retain(|id, _| running.contains(id));
+        self.running.processes.lock().retain(|id, _| running.contains(id));
+        self.running.root_layers.lock().retain(|id, _| running.contains(id));
         for id in running {
-            if self.processes().contains_key(&id) {
+            if self.running.processes.lock().contains_key(&id) {
                 continue;
             }
             let is_own = match self.engine.inspect(&name_of(id)).await {
@@ -191,12 +191,8 @@ fn used_bytes(directory: &Path) -> io::Result<u64> {
 
 /// Bytes that processes have written to disks. The kernel adds the bytes of an ended child to its parent.
 fn written_bytes(processes: &[i32]) -> u64 {
-    let each = processes.iter().filter_map(|pid| {
-        let text = std::fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
-        let line = text.lines().find_map(|line| line.strip_prefix("write_bytes: "))?;
-        line.trim().parse::<u64>().ok()
-    });
-    each.sum()
+    let written = |pid: &i32| Some(Process::new(*pid).and_then(|process| process.io()).ok()?.write_bytes);
+    processes.iter().filter_map(written).sum()
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! The guest agent's binaries in a container: from the shared volume, or copied into the container.
 
+use std::io;
 use std::sync::Arc;
 
 use super::engine::{ACT, within};
@@ -25,7 +26,8 @@ impl ContainerProvider {
     /// Copies the guest agent into a container that is not started yet.
     pub(super) async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
         let failed = |error: &dyn std::fmt::Display| ProviderError::failed("copying the guest agent", error);
-        let archive = tar_of(GUEST_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES);
+        let archive = tar_of(GUEST_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES)
+            .map_err(|error| failed(&error))?;
         let options = bollard::query_parameters::UploadToContainerOptionsBuilder::new().path("/").build();
         let docker = self.engine.docker().await.map_err(|error| failed(&error))?;
         let upload = docker.upload_to_container(name, Some(options), bollard::body_full(archive.into()));
@@ -34,26 +36,44 @@ impl ContainerProvider {
 }
 
 /// A tar archive of executable files in one directory.
-fn tar_of(directory: &str, files: &[(&str, &[u8])]) -> Vec<u8> {
-    let mut archive = Vec::new();
+fn tar_of(directory: &str, files: &[(&str, &[u8])]) -> io::Result<Vec<u8>> {
+    let mut archive = tar::Builder::new(Vec::new());
     for (name, bytes) in files {
-        let mut header = [0_u8; 512];
-        let mut field = |at: usize, text: &str| header[at..at + text.len()].copy_from_slice(text.as_bytes());
-        field(0, &format!("{directory}/{name}"));
-        field(100, "0000755\0");
-        field(108, "0000000\0");
-        field(116, "0000000\0");
-        field(124, &format!("{:011o}\0", bytes.len()));
-        field(136, "00000000000\0");
-        field(148, "        ");
-        field(156, "0");
-        field(257, "ustar\x0000");
-        let checksum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
-        header[148..156].copy_from_slice(format!("{checksum:06o}\0 ").as_bytes());
-        archive.extend_from_slice(&header);
-        archive.extend_from_slice(bytes);
-        archive.resize(archive.len().next_multiple_of(512), 0);
+        let mut header = tar::Header::new_ustar();
+        header.set_mode(0o755);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_size(bytes.len() as u64);
+        archive.append_data(&mut header, format!("{directory}/{name}"), *bytes)?;
     }
-    archive.resize(archive.len() + 1024, 0);
-    archive
+    archive.into_inner()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::io::Read as _;
+
+    use super::*;
+
+    #[test]
+    fn the_archive_has_each_file_as_an_executable_of_root() {
+        let files: [(&str, &[u8]); 2] = [("guest", b"one"), ("search", &[7; 1000])];
+        let bytes = tar_of(".emergent", &files).unwrap();
+        let mut archive = tar::Archive::new(bytes.as_slice());
+        let mut found = Vec::new();
+        for entry in archive.entries().unwrap() {
+            let mut entry = entry.unwrap();
+            let header = entry.header();
+            assert_eq!((header.mode().unwrap(), header.uid().unwrap(), header.gid().unwrap()), (0o755, 0, 0));
+            assert!(header.entry_type().is_file());
+            let path = entry.path().unwrap().display().to_string();
+            let mut content = Vec::new();
+            entry.read_to_end(&mut content).unwrap();
+            found.push((path, content));
+        }
+        let expected =
+            [(".emergent/guest".to_owned(), b"one".to_vec()), (".emergent/search".to_owned(), vec![7; 1000])];
+        assert_eq!(found, expected);
+    }
 }

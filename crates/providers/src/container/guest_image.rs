@@ -13,13 +13,14 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use emergent_guest_binary::FILES;
 use emergent_host::files::{create_temporary, ensure_private_directory, remove_if_there, write_atomically};
 use emergent_host::loop_device::{self, Access};
 use emergent_host::program::{command, failure};
 use emergent_wire::id::InstallationId;
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
 
@@ -64,7 +65,7 @@ impl GuestImage {
     }
 
     fn current(&self) -> Arc<Image> {
-        Arc::clone(&self.current.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.current.lock())
     }
 
     /// Checks the image's hash, replaces an altered image, attaches it, and returns its volume.
@@ -77,7 +78,7 @@ impl GuestImage {
                  and find out who can write to the data directory"
             );
             image = Arc::new(Image::install(&self.directory)?);
-            *self.current.lock().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&image);
+            *self.current.lock() = Arc::clone(&image);
         }
         let volume = self.volume_of(&image);
         if !image.is_attached(&volume.device) {

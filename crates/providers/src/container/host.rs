@@ -2,11 +2,12 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use bollard::models::SystemInfo;
 use emergent_host::network::host_nameservers;
 use emergent_wire::id::InstallationId;
+use parking_lot::Mutex;
 
 use super::LABEL_INSTALLATION;
 use super::disk::Disks;
@@ -101,7 +102,7 @@ impl ContainerHost {
 
     /// A warning about sandboxes of older versions.
     pub(super) fn shared_directories_note(&self) -> Option<String> {
-        let shared = self.shared();
+        let shared = self.shared.lock();
         let altered = shared.iter().filter(|directory| directory.was_altered).count();
         let open = shared.iter().filter(|directory| !directory.is_protected).count();
         if altered > 0 {
@@ -117,13 +118,10 @@ impl ContainerHost {
         })
     }
 
-    fn shared(&self) -> MutexGuard<'_, Vec<SharedDirectory>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Removes directories that older versions shared and no container uses any more.
     pub(super) async fn remove_unused_shared_directories(&self) -> Result<(), ProviderError> {
-        let shared: Vec<PathBuf> = self.shared().iter().map(|directory| directory.path.clone()).collect();
+        let shared: Vec<PathBuf> =
+            self.shared.lock().iter().map(|directory| directory.path.clone()).collect();
         if shared.is_empty() {
             return Ok(());
         }
@@ -137,7 +135,7 @@ impl ContainerHost {
             }
             let removed = path.clone();
             run_blocking("removing an older guest agent", move || legacy_guest::remove(&removed)).await?;
-            self.shared().retain(|directory| directory.path != path);
+            self.shared.lock().retain(|directory| directory.path != path);
         }
         Ok(())
     }

@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::Mutex;
 
 use bollard::models::NetworkCreateRequest;
 use emergent_host::network::default_route_mtu;
 use emergent_wire::id::InstallationId;
+use parking_lot::Mutex;
 
 use super::LABEL_INSTALLATION;
 use super::engine::{ACT, Engine, within};
@@ -70,8 +70,7 @@ impl Network {
             }
             Err(error) => Err(error),
         };
-        *self.problem.lock().unwrap_or_else(std::sync::PoisonError::into_inner) =
-            made.as_ref().err().map(ToString::to_string);
+        *self.problem.lock() = made.as_ref().err().map(ToString::to_string);
         made
     }
 
@@ -121,7 +120,7 @@ impl Network {
 
     /// The reason why workspaces can't have a network. None: they can.
     pub(crate) fn problem(&self) -> Option<String> {
-        self.problem.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+        self.problem.lock().clone()
     }
 }
 

@@ -1,10 +1,11 @@
 //! The processes of a container on the host. They are killed directly when the engine does not end them.
 
-use std::fs;
 use std::io;
 
 use emergent_host::control_group::ControlGroup;
 use emergent_host::cpu_group::CpuGroup;
+use emergent_host::processes;
+use procfs::process::Process;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::spec::CPU_SHARES;
@@ -27,9 +28,10 @@ pub(crate) struct Shim {
 
 impl ContainerProcesses {
     /// The processes of the container with this first process. None: it has no control group of its own.
-    pub(crate) fn of(pid: i64, container: &str) -> Option<Self> {
+    pub(crate) fn of(pid: i32, container: &str) -> Option<Self> {
         let group = ControlGroup::of(pid, container)?;
-        let parent = parent_of(pid).map(|pid| Shim { pid, container: container.to_owned() });
+        let stat = processes::stat(pid).ok().flatten();
+        let parent = stat.map(|stat| Shim { pid: stat.ppid, container: container.to_owned() });
         let cpu = CpuGroup::of(pid, container, CPU_SHARES);
         Some(Self { group, cpu, shim: parent.filter(Shim::is_there) })
     }
@@ -46,11 +48,9 @@ impl ContainerProcesses {
 impl Shim {
     /// Whether the process is this container's shim. The kernel may have given the number to another process.
     fn is_there(&self) -> bool {
-        let arguments = fs::read(format!("/proc/{}/cmdline", self.pid)).unwrap_or_default();
-        let arguments = String::from_utf8_lossy(&arguments).into_owned();
-        let mut arguments = arguments.split('\0');
-        let is_shim = arguments.next().is_some_and(|program| program.contains("containerd-shim"));
-        is_shim && arguments.any(|argument| argument == self.container)
+        let arguments = Process::new(self.pid).and_then(|process| process.cmdline()).unwrap_or_default();
+        let is_shim = arguments.first().is_some_and(|program| program.contains("containerd-shim"));
+        is_shim && arguments[1..].contains(&self.container)
     }
 
     /// Kills the shim. The engine then takes the container as ended.
@@ -60,11 +60,6 @@ impl Shim {
             _ => Ok(()),
         }
     }
-}
-
-fn parent_of(pid: i64) -> Option<i32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Deref;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use async_trait::async_trait;
@@ -11,6 +11,7 @@ use emergent_guest_client::GuestClient;
 use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::workspace::{Capabilities, DiskQuota, NetworkMode, ProviderName};
 use emergent_wire::{SnapshotId, WorkspaceId};
+use parking_lot::Mutex;
 
 use super::disk_watch::RootLayer;
 use super::engine_error::EngineError;
@@ -229,7 +230,7 @@ impl WorkspaceProvider for ContainerProvider {
     }
 
     fn oom_kills(&self, id: WorkspaceId) -> u64 {
-        let counter = self.kill_counters().get(&id).cloned();
+        let counter = self.running.kill_counters.lock().get(&id).cloned();
         counter.map_or(0, |counter| counter.read())
     }
 
@@ -283,7 +284,12 @@ impl WorkspaceProvider for ContainerProvider {
     }
 
     fn cpu_groups(&self) -> Vec<(WorkspaceId, CpuGroup)> {
-        self.processes().iter().filter_map(|(id, known)| Some((*id, known.cpu.clone()?))).collect()
+        self.running
+            .processes
+            .lock()
+            .iter()
+            .filter_map(|(id, known)| Some((*id, known.cpu.clone()?)))
+            .collect()
     }
 
     async fn remove_unused_resources(&self) -> Result<(), ProviderError> {

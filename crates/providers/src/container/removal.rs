@@ -45,7 +45,7 @@ impl ContainerProvider {
     }
 
     pub(super) async fn destroy_sandbox(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        self.kill_counters().remove(&id);
+        self.running.kill_counters.lock().remove(&id);
         self.remove_container(id).await?;
         failpoint!("sandbox.container_removed");
         self.remove_volumes(id).await?;

@@ -1,7 +1,5 @@
 //! The processes of running containers: recorded at their start, killed without the engine.
 
-use std::collections::HashMap;
-use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
 use emergent_wire::WorkspaceId;
@@ -19,38 +17,26 @@ use crate::error::ProviderError;
 const NOTICE_TIME: Duration = Duration::from_secs(5);
 
 impl ContainerProvider {
-    pub(super) fn root_layers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, RootLayer>> {
-        self.running.root_layers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn processes(&self) -> MutexGuard<'_, HashMap<WorkspaceId, ContainerProcesses>> {
-        self.running.processes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn kill_counters(&self) -> MutexGuard<'_, HashMap<WorkspaceId, KillCounter>> {
-        self.running.kill_counters.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Records a container's control group and root layer. Returns the process of gVisor.
-    pub(super) async fn record_processes(&self, id: WorkspaceId) -> Option<i64> {
+    pub(super) async fn record_processes(&self, id: WorkspaceId) -> Option<i32> {
         let found = self.engine.inspect(&name_of(id)).await.ok()?;
         if let Some(layer) = RootLayer::of(&found) {
-            self.root_layers().insert(id, layer);
+            self.running.root_layers.lock().insert(id, layer);
         }
-        let pid = found.state?.pid.filter(|pid| *pid > 0)?;
+        let pid = i32::try_from(found.state?.pid?).ok().filter(|pid| *pid > 0)?;
         if let Some(known) = ContainerProcesses::of(pid, &found.id?) {
-            self.processes().insert(id, known);
+            self.running.processes.lock().insert(id, known);
         }
         Some(pid).filter(|_| self.runtime == Runtime::Gvisor)
     }
 
     /// Gives gVisor and the agent priority over the commands that start later, and records the counter of OOM kills.
-    pub(super) fn prioritize_agent(&self, id: WorkspaceId, pid: i64) {
+    pub(super) fn prioritize_agent(&self, id: WorkspaceId, pid: i32) {
         if let Err(error) = prefer_agent_over_commands(pid) {
             tracing::debug!(workspace = %id, %error, "the sandbox's commands compete with its agent for CPU and memory");
         }
         if let Some(counter) = KillCounter::of(pid) {
-            self.kill_counters().insert(id, counter);
+            self.running.kill_counters.lock().insert(id, counter);
         }
     }
 
@@ -58,11 +44,11 @@ impl ContainerProvider {
     /// forever if it is asked to kill a container that has just ended: its helper process (the shim) does not answer then. A
     /// container without a control group of its own is left to the engine.
     pub(super) async fn kill_processes(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        if !self.processes().contains_key(&id) {
+        if !self.running.processes.lock().contains_key(&id) {
             let _ = tokio::time::timeout(NOTICE_TIME, self.record_processes(id)).await;
         }
-        self.root_layers().remove(&id);
-        let Some(known) = self.processes().remove(&id) else {
+        self.running.root_layers.lock().remove(&id);
+        let Some(known) = self.running.processes.lock().remove(&id) else {
             return Ok(());
         };
         let shim = known.shim.clone();

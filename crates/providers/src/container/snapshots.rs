@@ -58,7 +58,7 @@ impl ContainerProvider {
             );
             ProviderError::Unacceptable(message)
         })?;
-        self.kill_counters().remove(&id);
+        self.running.kill_counters.lock().remove(&id);
         self.remove_container(id).await?;
         failpoint!("quarantine.container_removed");
         self.remove_volumes(id).await?;

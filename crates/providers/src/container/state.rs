@@ -6,6 +6,7 @@ use std::str::FromStr;
 use std::sync::atomic::Ordering;
 
 use bollard::models::SystemInfo;
+use emergent_host::memory::available_memory;
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::AvailableResources;
 
@@ -122,9 +123,5 @@ fn free_bytes(path: &str) -> u64 {
 /// Free memory of the engine's host. All of its memory where the engine is on another host.
 fn free_memory(info: &SystemInfo) -> u64 {
     let total = info.mem_total.and_then(|bytes| u64::try_from(bytes).ok()).unwrap_or(0);
-    let free = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
-        line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok().map(|kib| kib * 1024)
-    });
-    free.map_or(total, |free| free.min(total))
+    available_memory().map_or(total, |free| free.min(total))
 }

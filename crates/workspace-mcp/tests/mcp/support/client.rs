@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use emergent_mcp_http::ResponseBody;
+use futures_util::StreamExt as _;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use serde_json::{Value, json};
+use sse_stream::{Sse, SseStream};
 
 use super::{Caller, Mcp};
 
@@ -178,62 +180,57 @@ pub struct Messages {
     pub priming: usize,
     /// The id of the last event.
     pub last_event: Option<String>,
-    body: ResponseBody,
-    text: String,
+    body: Body,
+    /// An event that was read and not given yet.
+    read: Option<Sse>,
+}
+
+enum Body {
+    Events(SseStream<ResponseBody>),
+    Json(ResponseBody),
 }
 
 impl Messages {
     pub fn of(response: Response<ResponseBody>) -> Self {
         let kind = response.headers().get("content-type").map(|kind| kind.to_str().unwrap().to_owned());
         let is_stream = kind.as_deref() == Some("text/event-stream");
-        Self {
-            status: response.status(),
-            is_stream,
-            priming: 0,
-            last_event: None,
-            body: response.into_body(),
-            text: String::new(),
-        }
+        let status = response.status();
+        let body = response.into_body();
+        let body = if is_stream { Body::Events(SseStream::new(body)) } else { Body::Json(body) };
+        Self { status, is_stream, priming: 0, last_event: None, body, read: None }
+    }
+
+    async fn next_event(events: &mut SseStream<ResponseBody>) -> Option<Sse> {
+        events.next().await.map(|event| event.unwrap())
     }
 
     /// Waits for the first event, and gives its id.
     pub async fn first_event_id(&mut self) -> String {
-        while !self.text.contains("\n\n") {
-            let bytes = self.body.frame().await.unwrap().unwrap().into_data().unwrap();
-            self.text.push_str(std::str::from_utf8(&bytes).unwrap());
+        let Body::Events(events) = &mut self.body else { panic!("the answer has no events") };
+        if self.read.is_none() {
+            self.read = Self::next_event(events).await;
         }
-        let id = self.text.lines().find_map(|line| line.strip_prefix("id:"));
-        id.unwrap().trim().to_owned()
+        self.read.as_ref().unwrap().id.clone().unwrap()
     }
 
     /// The next message; none at the end.
     pub async fn next(&mut self) -> Option<Value> {
-        loop {
-            if self.is_stream
-                && let Some((event, rest)) = self.text.split_once("\n\n")
-            {
-                let data: String = event.lines().filter_map(|line| line.strip_prefix("data:")).collect();
-                let id = event.lines().find_map(|line| line.strip_prefix("id:"));
-                self.last_event = id.map(|id| id.trim().to_owned()).or(self.last_event.take());
-                let is_comment = event.lines().all(|line| line.starts_with(':'));
-                self.text = rest.to_owned();
-                match data.trim() {
-                    "" if is_comment => {}
-                    "" => self.priming += 1,
-                    data => return Some(serde_json::from_str(data).unwrap()),
-                }
-                continue;
+        let events = match &mut self.body {
+            Body::Events(events) => events,
+            Body::Json(body) => {
+                let bytes = body.collect().await.unwrap().to_bytes();
+                return (!bytes.is_empty()).then(|| serde_json::from_slice(&bytes).unwrap());
             }
-            match self.body.frame().await {
-                Some(frame) => {
-                    let bytes = frame.unwrap().into_data().unwrap_or_default();
-                    self.text.push_str(std::str::from_utf8(&bytes).unwrap());
-                }
-                None if self.text.trim().is_empty() => return None,
-                None => {
-                    let message = serde_json::from_str(&std::mem::take(&mut self.text));
-                    return Some(message.unwrap());
-                }
+        };
+        loop {
+            let event = match self.read.take() {
+                Some(event) => event,
+                None => Self::next_event(events).await?,
+            };
+            self.last_event = event.id.or(self.last_event.take());
+            match event.data.unwrap_or_default().as_str() {
+                "" => self.priming += 1,
+                data => return Some(serde_json::from_str(data).unwrap()),
             }
         }
     }

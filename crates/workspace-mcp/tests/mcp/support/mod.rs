@@ -3,7 +3,7 @@
 
 pub mod client;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use emergent_mcp_http::Limits;
@@ -11,6 +11,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use emergent_workspace_mcp::{
     Call, Config, Hints, OutputSink, ToolContent, ToolDescription, ToolResult, Tools, WorkspaceMcp,
 };
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::{Mutex as AsyncMutex, mpsc, watch};
 
@@ -168,7 +169,7 @@ impl Tools<Caller> for Fake {
     }
 
     fn is_allowed(&self, name: &str, _: &Caller) -> bool {
-        self.allowed.lock().unwrap().contains(&name)
+        self.allowed.lock().contains(&name)
     }
 
     async fn call(&self, call: Call<Caller>) -> Result<ToolResult, ErrorDetail> {
