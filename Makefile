@@ -50,8 +50,9 @@ lint: ## … clippy, and shellcheck where it is installed
 doc: ## … does the documentation build?
 	@RUSTDOCFLAGS='-D warnings' scripts/phase doc cargo doc --workspace --no-deps --locked --quiet
 
-deny: ## … licences, bans, sources of the dependencies
+deny: ## … licences, bans, sources of the dependencies; is each of them used?
 	@scripts/phase deny cargo deny --workspace --log-level error check bans licenses sources
+	@scripts/phase machete cargo machete --skip-target-dir
 
 unit: ## … the tests (ARGS='-E test(edit)' for some of them)
 	@scripts/phase nextest cargo nextest run --workspace --locked $(ARGS)

@@ -19,4 +19,5 @@ ensure_cargo_tools() {
     have cargo-nextest || step 'building cargo-nextest (some minutes, once)' \
         cargo_install cargo-nextest --no-default-features --features default-no-update
     have cargo-deny || step 'building cargo-deny (some minutes, once)' cargo_install cargo-deny
+    have cargo-machete || step 'building cargo-machete (some minutes, once)' cargo_install cargo-machete
 }
