@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::{Arc, OnceLock};
 
-use emergent_host::firewall::{FILTER, Family, FirewallError, GUARDS, PRIVATE, families};
+use emergent_host::firewall::{ESTABLISHED, FILTER, Family, FirewallError, GUARDS, egress_rules, families};
 use parking_lot::Mutex;
 
 use crate::error::{HostError, on_host};
@@ -180,21 +180,14 @@ impl Rules {
         let refuse = family.refusal(table);
         // In the guard table, a packet that we accept must still pass the rules of other programs.
         let accept = if table == FILTER { "ACCEPT" } else { "RETURN" };
-        let established = "-m conntrack --ctstate ESTABLISHED,RELATED";
         let mut lines = vec![format!("*{table}")];
         lines.extend([&forward, &out, &input, &free].map(|chain| format!(":{chain} - [0:0]")));
         if family == Family::V4 {
             for (interface, address) in admitted {
                 lines.push(format!("-A {forward} -i {interface} -s {address} -g {free}"));
-                lines.push(format!("-A {out} -o {interface} -d {address} {established} -j {accept}"));
+                lines.push(format!("-A {out} -o {interface} -d {address} {ESTABLISHED} -j {accept}"));
             }
-            lines.push(format!("-A {free} {established} -j {accept}"));
-            for server in self.nameservers.iter().filter(|server| server.is_ipv4()) {
-                for protocol in ["udp", "tcp"] {
-                    lines.push(format!("-A {free} -d {server} -p {protocol} --dport 53 -j {accept}"));
-                }
-            }
-            lines.extend(PRIVATE.iter().map(|network| format!("-A {free} -d {network} -j {refuse}")));
+            lines.extend(egress_rules(&free, &self.nameservers, accept, refuse));
             lines.push(format!("-A {free} -j {accept}"));
         }
         lines.extend([forward, out, input].map(|chain| format!("-A {chain} -j {refuse}")));

@@ -10,7 +10,7 @@ use std::process::Stdio;
 
 use bytes::Bytes;
 use emergent_failpoint::failpoint;
-use emergent_host::files::{create_private, remove_if_there};
+use emergent_host::ext4;
 use emergent_host::program::{command, run};
 use emergent_wire::manager::{ImageSettings, MachineImage};
 use futures_util::{Stream, StreamExt};
@@ -194,17 +194,10 @@ fn make_file_system(files: &Path, image: &Path) -> io::Result<()> {
     let inodes = disk_usage(files, &["--inodes"])?;
     // A file system needs about a tenth more than its content, and each small file occupies a whole block.
     let bytes = (content + content / 8 + inodes * 4096 + SLACK_BYTES).next_multiple_of(1 << 20);
-    remove_if_there(image)?;
-    create_private(image)?.set_len(bytes)?;
-    let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
     // Block size and inode density of a large disk, because it can be grown to one. Images of small files get more inodes.
     let bytes_per_inode = (bytes / (inodes + inodes / 4 + 1)).clamp(4096, 16384).to_string();
-    let mut arguments: Vec<&OsStr> =
-        ["-q", "-F", "-t", "ext4", "-b", "4096", "-i", &bytes_per_inode, "-m", "0", "-E", options, "-d"]
-            .map(OsStr::new)
-            .to_vec();
-    arguments.extend([files.as_os_str(), image.as_os_str()]);
-    run("mke2fs", &arguments)?;
+    let density = ["-b", "4096", "-i", &bytes_per_inode, "-d"].map(OsStr::new);
+    ext4::make(image, bytes, &[&density[..], &[files.as_os_str()]].concat())?;
     fs::File::open(image)?.sync_all()
 }
 

@@ -6,7 +6,9 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use emergent_guest_protocol::AGENT_PATH;
 use emergent_host::files::write_atomically;
+use emergent_wire::tools::AGENT_DIR;
 
 /// Writes the file unless its bytes are right. It is checked before each start, because every microVM runs its agent.
 pub(crate) fn ensure(path: &Path) -> io::Result<()> {
@@ -34,12 +36,18 @@ fn archive() -> Vec<u8> {
     archive.add("dev", DIRECTORY, (0, 0), b"");
     // The console of the kernel, and of the agent until it has mounted `/dev`.
     archive.add("dev/console", CHARACTER_DEVICE, (5, 1), b"");
-    archive.add(".emergent", DIRECTORY, (0, 0), b"");
+    let agent_directory = relative(AGENT_DIR);
+    archive.add(agent_directory, DIRECTORY, (0, 0), b"");
     for (name, bytes) in emergent_guest_binary::FILES {
-        archive.add(&format!(".emergent/{name}"), PROGRAM, (0, 0), bytes);
+        archive.add(&format!("{agent_directory}/{name}"), PROGRAM, (0, 0), bytes);
     }
-    archive.add("init", LINK, (0, 0), b".emergent/guest");
+    archive.add("init", LINK, (0, 0), relative(AGENT_PATH).as_bytes());
     archive.finish()
+}
+
+/// A path from the root of the archive.
+fn relative(path: &str) -> &str {
+    path.trim_start_matches('/')
 }
 
 #[derive(Default)]

@@ -173,7 +173,7 @@ pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use emergent_wire::id::InstallationId;
     use emergent_wire::workspace::{NetworkMode, ResourceLimits};
@@ -205,7 +205,7 @@ mod tests {
         filler.set_len(filler.metadata().unwrap().len() - bytes).unwrap();
     }
 
-    fn record() -> Record {
+    pub(crate) fn record() -> Record {
         let request = MachineRequest {
             installation: InstallationId::generate(),
             image: "i".into(),

@@ -63,26 +63,17 @@ impl Registry {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    use emergent_wire::id::InstallationId;
-    use emergent_wire::manager::MachineRequest;
-    use emergent_wire::workspace::{NetworkMode, ResourceLimits};
-
     use super::*;
-    use crate::record::{Record, Records};
+    use crate::record::Records;
+    use crate::record::tests::record;
 
     #[tokio::test]
     async fn an_operation_that_waited_for_a_removed_machine_does_not_get_it() {
         let directory = tempfile::tempdir().unwrap();
-        let (registry, id) = (Registry::default(), WorkspaceId::generate());
-        let request = MachineRequest {
-            installation: InstallationId::generate(),
-            image: "i".into(),
-            limits: ResourceLimits::default(),
-            network: NetworkMode::Nat,
-            snapshot: None,
-        };
+        let (registry, record) = (Registry::default(), record());
+        let id = record.id;
         let records = Records::open(directory.path()).unwrap();
-        let new = || Machine::new(Record::new(id, request.clone()), records.clone());
+        let new = || Machine::new(record.clone(), records.clone());
         let removing = registry.lock_or_insert(id, new).await;
         let (waiting, creating, ()) = tokio::join!(biased; registry.lock(id), registry.lock_or_insert(id, new), async {
             registry.remove(id);

@@ -43,6 +43,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitCode;
 
 use agent::Agent;
+use emergent_guest_protocol::{CONNECT_COMMAND, INIT_COMMAND, PROTOCOL_VERSION};
 use emergent_guest_tools::procfs;
 
 fn main() -> ExitCode {
@@ -52,18 +53,14 @@ fn main() -> ExitCode {
     // The kernel passes the parameters that it does not know to `/init`.
     let arguments: Vec<String> = if is_first { vec![machine::INIT.to_owned()] } else { arguments.collect() };
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["init"] => init(),
+        [INIT_COMMAND] => init(),
         [machine::INIT] => machine::run(),
-        ["connect"] => handover::connect(),
+        [CONNECT_COMMAND] => handover::connect(),
         [user::RUN_AS, ids, program, ref rest @ ..] => user::run_as(ids, program, rest),
         [user::END_FAMILY, ids, tag] => user::end_family(ids, tag),
         [git::credentials::SUBCOMMAND, name, operation] => git::credentials::report(name, operation),
         ["version"] => {
-            log(&format!(
-                "emergent-guest {} protocol {}",
-                env!("CARGO_PKG_VERSION"),
-                emergent_guest_protocol::PROTOCOL_VERSION
-            ));
+            log(&format!("emergent-guest {} protocol {PROTOCOL_VERSION}", env!("CARGO_PKG_VERSION")));
             Ok(())
         }
         _ => Err("usage: emergent-guest init|connect|version".to_owned()),

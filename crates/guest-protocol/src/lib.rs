@@ -61,6 +61,7 @@ mod frame;
 mod git_failure;
 mod limits;
 mod message;
+mod program;
 mod version;
 
 pub use credit::{Credit, CreditError, INITIAL_CREDIT, MAX_CREDIT, data_cost};
@@ -72,4 +73,5 @@ pub use message::{
     AttachCall, BashCall, Configuration, ConnectCall, GuestCall, ListenCall, Listening, MachineCall,
     OperationCall, ServeAnswer, ServeCall, ShutdownCall, UsageAnswer, WriteCall,
 };
+pub use program::{AGENT_PATH, CONNECT_COMMAND, INIT_COMMAND};
 pub use version::{AgentHello, AgentTooOld, HostHello, PROTOCOL_VERSION, VersionMismatch};

@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 use std::thread::available_parallelism;
 
 use emergent_wire::ErrorDetail;
+use emergent_wire::tools::AGENT_FILES;
 use ignore::WalkBuilder;
 use rustix::fs::{FileType, fstat};
 
@@ -83,7 +84,7 @@ pub(crate) struct LeftOut {
 impl LeftOut {
     pub(crate) fn new(context: &Context, root: &Path) -> Self {
         Self {
-            own_directory: context.workspace_dir.join(".emergent"),
+            own_directory: context.workspace_dir.join(AGENT_FILES),
             is_whole_system: root == Path::new("/"),
         }
     }
@@ -93,7 +94,9 @@ impl LeftOut {
         if name.starts_with(b".") {
             let is_temporary =
                 name.starts_with(TEMPORARY_PREFIX.as_bytes()) && name.ends_with(TEMPORARY_SUFFIX.as_bytes());
-            return name == b".git" || is_temporary || (name == b".emergent" && path == self.own_directory);
+            return name == b".git"
+                || is_temporary
+                || (name == AGENT_FILES.as_bytes() && path == self.own_directory);
         }
         self.is_whole_system && depth == 1 && matches!(name, b"proc" | b"sys" | b"dev")
     }

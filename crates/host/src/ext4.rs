@@ -1,4 +1,4 @@
-//! The state of an ext4 file system: from its superblock, and from the kernel's counters while it is mounted.
+//! ext4 file systems in files: made, and checked by their superblock and by the kernel's counters while they are mounted.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -6,7 +6,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use crate::program::{command, failure};
+use crate::files::{create_private, remove_if_there};
+use crate::program::{command, failure, run};
 
 /// The offset of the superblock, and in it those of the magic number, the state, and the incompatible features.
 const SUPERBLOCK_AT: u64 = 1024;
@@ -18,6 +19,16 @@ const MAGIC: u16 = 0xEF53;
 const HAS_ERRORS: u16 = 0x0002;
 /// The feature's bit for "the journal has to be replayed". An aborted journal does not set the error bit, but this one.
 const NEEDS_RECOVERY: u16 = 0x0004;
+
+/// Makes a file system of `bytes` in a private file, which replaces an existing one. The kernel writes the inode tables and the
+/// journal after the first mount. `arguments` are further ones of `mke2fs`.
+pub fn make(image: &Path, bytes: u64, arguments: &[&OsStr]) -> io::Result<()> {
+    remove_if_there(image)?;
+    create_private(image)?.set_len(bytes)?;
+    let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
+    let own = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", options].map(OsStr::new);
+    run("mke2fs", &[&own, arguments, &[image.as_os_str()]].concat()).map(drop)
+}
 
 /// Whether the file system in an image may have errors: its error bit is set, or it was not unmounted cleanly.
 pub fn may_have_errors(image: &Path) -> io::Result<bool> {
@@ -61,7 +72,6 @@ fn run_e2fsck(image: &Path, how: &str) -> io::Result<io::Result<()>> {
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use super::*;
-    use crate::program::run;
 
     #[test]
     fn a_file_system_with_errors_is_detected_and_repaired() {
@@ -69,16 +79,7 @@ mod tests {
         let image = directory.path().join("disk.img");
         File::create(&image).unwrap().set_len(16 << 20).unwrap();
         assert!(may_have_errors(&image).is_err(), "there is none yet");
-        run(
-            "mke2fs",
-            &["-q", "-F", "-t", "ext4"]
-                .map(OsStr::new)
-                .iter()
-                .copied()
-                .chain([image.as_os_str()])
-                .collect::<Vec<_>>(),
-        )
-        .unwrap();
+        make(&image, 16 << 20, &[]).unwrap();
         assert!(!may_have_errors(&image).unwrap());
         let file = fs::OpenOptions::new().write(true).open(&image).unwrap();
         file.write_all_at(&HAS_ERRORS.to_le_bytes(), SUPERBLOCK_AT + STATE_AT as u64).unwrap();

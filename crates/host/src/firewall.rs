@@ -2,6 +2,7 @@
 //! to each of ours.
 
 use std::io::{self, Write};
+use std::net::IpAddr;
 use std::path::Path;
 use std::process::Stdio;
 
@@ -10,7 +11,7 @@ use rustix::thread::CapabilitySet;
 use crate::program::command;
 
 /// Networks that are not part of the internet.
-pub const PRIVATE: [&str; 12] = [
+const PRIVATE: [&str; 12] = [
     "0.0.0.0/8",
     "10.0.0.0/8",
     "100.64.0.0/10",
@@ -30,6 +31,9 @@ pub const FILTER: &str = "filter";
 /// Tables that enforce the same rules a second time (DROP), in order of preference. `security` comes after `filter`. Some
 /// kernels do not have it; `mangle` comes before `filter`, so senders get no answer there.
 pub const GUARDS: [&str; 2] = ["security", "mangle"];
+
+/// Matches the packets of connections that exist.
+pub const ESTABLISHED: &str = "-m conntrack --ctstate ESTABLISHED,RELATED";
 
 /// The time limit for another program to release the lock of the rules, in seconds.
 const LOCK_SECONDS: &str = "10";
@@ -99,6 +103,19 @@ pub enum Family {
     V4,
     /// Version 6.
     V6,
+}
+
+/// Rules of a chain for packets to the internet. They accept answers and DNS queries to the name servers, and refuse packets to
+/// private networks. `accept` and `refuse` are targets. IPv4 only.
+pub fn egress_rules(chain: &str, nameservers: &[IpAddr], accept: &str, refuse: &str) -> Vec<String> {
+    let mut rules = vec![format!("-A {chain} {ESTABLISHED} -j {accept}")];
+    for server in nameservers.iter().filter(|server| server.is_ipv4()) {
+        for protocol in ["udp", "tcp"] {
+            rules.push(format!("-A {chain} -d {server} -p {protocol} --dport 53 -j {accept}"));
+        }
+    }
+    rules.extend(PRIVATE.iter().map(|network| format!("-A {chain} -d {network} -j {refuse}")));
+    rules
 }
 
 /// The families that this host has.

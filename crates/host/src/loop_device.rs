@@ -9,6 +9,7 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
+use crate::files::remove_if_there;
 use crate::program::run;
 
 /// The suffix that the kernel appends to the path of a file that was removed while it was attached.
@@ -39,10 +40,34 @@ pub fn attach(file: &Path, link: &Path, access: Access) -> io::Result<()> {
     if fs::read_link(link).is_ok_and(|target| target == device) {
         return Ok(());
     }
-    let unfinished = link.with_extension("newdev");
+    let unfinished = unfinished(link);
     let _ = fs::remove_file(&unfinished);
     symlink(&device, &unfinished)?;
     fs::rename(&unfinished, link)
+}
+
+/// Removes a link to a device, finished or not.
+pub fn remove_link(link: &Path) -> io::Result<()> {
+    remove_if_there(&unfinished(link))?;
+    remove_if_there(link)
+}
+
+/// A link gets its name only when it is complete.
+fn unfinished(link: &Path) -> PathBuf {
+    link.with_extension("newdev")
+}
+
+/// Whether a link points to a device of this file. Read from sysfs, which needs no program.
+pub fn points_to(link: &Path, file: &Path) -> bool {
+    let device = fs::read_link(link).ok();
+    let backing = device.and_then(|device| backing_file(device.file_name()?).ok());
+    backing.is_some_and(|backing| Path::new(&backing) == file)
+}
+
+/// The path of the file of a device, as the kernel shows it.
+fn backing_file(device: &OsStr) -> io::Result<String> {
+    let text = fs::read_to_string(Path::new("/sys/block").join(device).join("loop/backing_file"))?;
+    Ok(text.trim_end_matches('\n').to_owned())
 }
 
 /// Detaches a file from all its devices. A file without a device counts as detached.
@@ -73,11 +98,10 @@ fn devices_of_path(file: &Path) -> io::Result<Vec<PathBuf>> {
         if !name.as_encoded_bytes().starts_with(b"loop") {
             continue;
         }
-        let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else {
+        let Ok(backing) = backing_file(&name) else {
             continue;
         };
-        let backing = backing.trim_end_matches('\n').trim_end_matches(REMOVED_SUFFIX);
-        if Path::new(backing) == file {
+        if Path::new(backing.trim_end_matches(REMOVED_SUFFIX)) == file {
             devices.push(Path::new("/dev").join(name));
         }
     }

@@ -9,7 +9,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use emergent_mcp_protocol::envelope::Message;
+use emergent_mcp_protocol::envelope::{Message, request_line};
+use emergent_mcp_protocol::methods;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Semaphore, mpsc, watch};
 
@@ -265,8 +266,8 @@ impl Bridge {
     pub async fn answers(&self, within: Duration) -> bool {
         let begun = Instant::now();
         let client = self.visitor();
-        let ping = "{\"jsonrpc\":\"2.0\",\"id\":0,\"method\":\"ping\"}";
-        let Ok(mut exchange) = self.send(client, ping, within).await else {
+        let ping = request_line(0, methods::PING, None);
+        let Ok(mut exchange) = self.send(client, &ping, within).await else {
             return false;
         };
         let _ = exchange.next().await;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use emergent_mcp_protocol::envelope::Members;
-use emergent_mcp_protocol::version;
+use emergent_mcp_protocol::envelope::{Members, notification_line, request_line};
+use emergent_mcp_protocol::{methods, version};
+use serde_json::json;
 use serde_json::value::RawValue;
 
 use crate::bridge::{Bridge, Phase};
@@ -24,11 +25,12 @@ impl Bridge {
     /// Initializes the process, renews the clients' subscriptions, and lets clients in. `version` is that of the product.
     pub async fn initialize(&self, version: &str, within: Duration) -> Result<Initialized, BridgeError> {
         let client = self.visitor();
-        let text = format!(
-            "{{\"jsonrpc\":\"2.0\",\"id\":0,\"method\":\"initialize\",\"params\":{{\"protocolVersion\":\"{}\",\
-             \"capabilities\":{{}},\"clientInfo\":{{\"name\":\"emergent\",\"version\":\"{version}\"}}}}}}",
-            version::NEWEST_LEGACY
-        );
+        let params = json!({
+            "protocolVersion": version::NEWEST_LEGACY,
+            "capabilities": {},
+            "clientInfo": { "name": "emergent", "version": version },
+        });
+        let text = request_line(0, methods::INITIALIZE, Some(&params.to_string()));
         let mut exchange = self.send(client, &text, within).await?;
         let answer = loop {
             match exchange.next().await {
@@ -43,7 +45,7 @@ impl Bridge {
             let mut state = self.state();
             let is_first = state.initialized.is_none();
             state.initialized = Some(initialized.clone());
-            let mut lines = vec!["{\"jsonrpc\":\"2.0\",\"method\":\"notifications/initialized\"}".to_owned()];
+            let mut lines = vec![notification_line(methods::INITIALIZED, None)];
             lines.extend(state.routes.subscription_lines());
             if !is_first {
                 announce_changes(&state.routes, initialized.result.get());
@@ -79,8 +81,8 @@ fn announce_changes(routes: &Routes, result: &str) {
     for kind in ["tools", "resources", "prompts"] {
         let declared = capabilities.as_ref().and_then(|all| Members::of(all.get(kind)?));
         if declared.is_some_and(|declared| declared.get("listChanged") == Some("true")) {
-            let line = format!("{{\"jsonrpc\":\"2.0\",\"method\":\"notifications/{kind}/list_changed\"}}");
-            routes.tell_all(&line);
+            let method = format!("notifications/{kind}/list_changed");
+            routes.tell_all(&notification_line(&method, None));
         }
     }
 }

@@ -9,8 +9,10 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
-use emergent_mcp_protocol::envelope::{Id, Kind, Members, Message, error_line, result_line};
-use emergent_mcp_protocol::{codes, meta};
+use emergent_mcp_protocol::envelope::{
+    Id, Kind, Members, Message, error_line, notification_line, request_line, result_line,
+};
+use emergent_mcp_protocol::{codes, meta, methods};
 
 use crate::error::BridgeError;
 use crate::limits::MAX_ASKED;
@@ -129,7 +131,7 @@ impl Routes {
         for uri in uris {
             if self.unsubscribe(&uri, client) {
                 self.newest += 1;
-                lines.push(subscription_line(self.newest, "resources/unsubscribe", &uri));
+                lines.push(subscription_line(self.newest, methods::RESOURCES_UNSUBSCRIBE, &uri));
             }
         }
         lines
@@ -154,7 +156,7 @@ impl Routes {
             && let Some(uri) = subscription_uri(message)
         {
             let is_known = match message.method.as_deref() {
-                Some("resources/subscribe") => {
+                Some(methods::RESOURCES_SUBSCRIBE) => {
                     let subscribers = self.subscriptions.entry(uri.clone()).or_default();
                     let is_known = !subscribers.is_empty();
                     subscribers.insert(client);
@@ -187,9 +189,7 @@ impl Routes {
     /// Removes a request. Gives the line for the process.
     pub(crate) fn cancel(&mut self, own: u64) -> Option<String> {
         self.remove(own)?;
-        Some(format!(
-            "{{\"jsonrpc\":\"2.0\",\"method\":\"notifications/cancelled\",\"params\":{{\"requestId\":{own}}}}}"
-        ))
+        Some(notification_line(methods::CANCELLED, Some(&format!("{{\"requestId\":{own}}}"))))
     }
 
     fn remove(&mut self, own: u64) -> Option<Pending> {
@@ -206,7 +206,7 @@ impl Routes {
         role: Role,
     ) -> Option<String> {
         match message.method.as_deref()? {
-            "notifications/cancelled" => {
+            methods::CANCELLED => {
                 let id = Id::of(message.param("requestId")?)?;
                 let own = *self.by_client.get(&(client, id))?;
                 let params = message.params_with("requestId", &own.to_string())?;
@@ -215,9 +215,9 @@ impl Routes {
                 Some(message.to_line(&[("params", &params)]))
             }
             // The bridge sends this itself.
-            "notifications/initialized" if role == Role::Shared => None,
+            methods::INITIALIZED if role == Role::Shared => None,
             // They answer requests of the process, which are refused.
-            "notifications/progress" | "notifications/roots/list_changed" if role == Role::Shared => None,
+            methods::PROGRESS | methods::ROOTS_CHANGED if role == Role::Shared => None,
             _ => Some(message.to_line(&[])),
         }
     }
@@ -258,7 +258,7 @@ impl Routes {
         let method = message.method.as_deref().unwrap_or_default();
         if role == Role::Shared {
             return Taken::Reply(match method {
-                "ping" => result_line(raw_id, "{}"),
+                methods::PING => result_line(raw_id, "{}"),
                 _ => error_line(
                     raw_id,
                     codes::METHOD_NOT_FOUND,
@@ -282,7 +282,7 @@ impl Routes {
 
     fn take_notification(&mut self, message: &Message<'_>, role: Role) -> Taken {
         let method = message.method.as_deref().unwrap_or_default();
-        if method == "notifications/progress" {
+        if method == methods::PROGRESS {
             let own = message.param("progressToken").and_then(Id::of).and_then(|token| token.as_number());
             let pending = own.and_then(|own| self.pending.get(&own));
             let Some((pending, token)) =
@@ -313,12 +313,12 @@ impl Routes {
             return if told { Taken::Routed } else { Taken::Dropped("the client does not listen") };
         }
         let listeners: Vec<ClientId> = match subscription_uri(message) {
-            Some(uri) if method == "notifications/resources/updated" => {
+            Some(uri) if method == methods::RESOURCE_UPDATED => {
                 self.subscriptions.get(&uri).into_iter().flatten().copied().collect()
             }
             _ => self.clients.keys().copied().collect(),
         };
-        if method == "notifications/message" {
+        if method == methods::LOG_MESSAGE {
             // It names no request: the latest that wants log messages gets it.
             let latest = self.pending.values().rev().find(|pending| pending.wants_logs);
             if let Some(pending) = latest {
@@ -385,7 +385,7 @@ impl Routes {
         let uris: Vec<String> = self.subscriptions.keys().cloned().collect();
         let mut line = |uri: &String| {
             self.newest += 1;
-            subscription_line(self.newest, "resources/subscribe", uri)
+            subscription_line(self.newest, methods::RESOURCES_SUBSCRIBE, uri)
         };
         uris.iter().map(&mut line).collect()
     }
@@ -413,7 +413,7 @@ fn offer(sender: &mpsc::Sender<Item>, item: Item) -> bool {
 
 /// Whether a notification is about the server as a whole, not about a client's request.
 fn is_about_the_server(method: &str) -> bool {
-    method.ends_with("/list_changed") || method == "notifications/resources/updated"
+    method.ends_with("/list_changed") || method == methods::RESOURCE_UPDATED
 }
 
 fn wants_logs(message: &Message<'_>) -> bool {
@@ -423,14 +423,13 @@ fn wants_logs(message: &Message<'_>) -> bool {
 fn subscription_uri(message: &Message<'_>) -> Option<String> {
     let named = matches!(
         message.method.as_deref()?,
-        "resources/subscribe" | "resources/unsubscribe" | "notifications/resources/updated"
+        methods::RESOURCES_SUBSCRIBE | methods::RESOURCES_UNSUBSCRIBE | methods::RESOURCE_UPDATED
     );
     serde_json::from_str(message.param("uri").filter(|_| named)?).ok()
 }
 
 fn subscription_line(id: u64, method: &str, uri: &str) -> String {
-    let uri = serde_json::Value::from(uri);
-    format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"method\":\"{method}\",\"params\":{{\"uri\":{uri}}}}}")
+    request_line(id, method, Some(&serde_json::json!({ "uri": uri }).to_string()))
 }
 
 /// The line with the client's own id of the subscription in the `_meta` of `member`.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use emergent_mcp_protocol::envelope::{Kind, Message, error_code, error_line, error_with_data};
-use emergent_mcp_protocol::{codes, headers as names, meta, version};
+use emergent_mcp_protocol::{codes, headers as names, meta, methods, version};
 use http::{HeaderMap, Response, StatusCode};
 use serde_json::json;
 
@@ -20,8 +20,13 @@ use crate::reply::{self, ResponseBody};
 use crate::session::LOST;
 
 /// Methods of the legacy era that a server for both eras would answer.
-const REMOVED: [&str; 5] =
-    ["initialize", "ping", "logging/setLevel", "resources/subscribe", "resources/unsubscribe"];
+const REMOVED: [&str; 5] = [
+    methods::INITIALIZE,
+    methods::PING,
+    methods::LOGGING_SET_LEVEL,
+    methods::RESOURCES_SUBSCRIBE,
+    methods::RESOURCES_UNSUBSCRIBE,
+];
 
 /// Answers a message.
 pub(crate) async fn post<C: Caller>(
@@ -98,9 +103,9 @@ fn check(headers: &HeaderMap, message: &Message<'_>) -> Result<(), Invalid> {
     let method = message.method.as_deref().unwrap_or_default();
     check_header(headers, names::METHOD, method).map_err(mismatch)?;
     let named = match method {
-        "tools/call" | "prompts/get" => Some("name"),
-        "resources/read" => Some("uri"),
-        "tasks/get" | "tasks/update" | "tasks/cancel" => Some("taskId"),
+        methods::TOOLS_CALL | methods::PROMPTS_GET => Some("name"),
+        methods::RESOURCES_READ => Some("uri"),
+        methods::TASKS_GET | methods::TASKS_UPDATE | methods::TASKS_CANCEL => Some("taskId"),
         _ => None,
     };
     let name = named.and_then(|member| serde_json::from_str::<String>(message.param(member)?).ok());

@@ -235,6 +235,21 @@ fn push_line(out: &mut String, json: &str) {
     out.extend(json.chars().filter(|c| !matches!(c, '\n' | '\r')));
 }
 
+/// A request. `params` is JSON.
+pub fn request_line(id: u64, method: &str, params: Option<&str>) -> String {
+    line_of(&format!("\"id\":{id},"), method, params)
+}
+
+/// A notification. `params` is JSON.
+pub fn notification_line(method: &str, params: Option<&str>) -> String {
+    line_of("", method, params)
+}
+
+fn line_of(id: &str, method: &str, params: Option<&str>) -> String {
+    let params = params.map(|params| format!(",\"params\":{params}")).unwrap_or_default();
+    format!("{{\"jsonrpc\":\"2.0\",{id}\"method\":\"{method}\"{params}}}")
+}
+
 /// An answer with a result.
 pub fn result_line(id: &str, result: &str) -> String {
     let mut line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":");
@@ -315,6 +330,16 @@ mod tests {
         for bad in ["", "hello", "{", r#"{"jsonrpc":"2.0""#, "{}}"] {
             assert_eq!(kind(bad), Err(BadMessage::NotJson), "{bad}");
         }
+    }
+
+    #[test]
+    fn requests_and_notifications_are_messages() {
+        let request = request_line(7, "tools/call", Some(r#"{"name":"x"}"#));
+        assert_eq!(request, r#"{"jsonrpc":"2.0","id":7,"method":"tools/call","params":{"name":"x"}}"#);
+        let notification = notification_line("notifications/initialized", None);
+        assert_eq!(notification, r#"{"jsonrpc":"2.0","method":"notifications/initialized"}"#);
+        let kind = |text: &str| Message::parse(text).map(|message| message.kind);
+        assert_eq!((kind(&request), kind(&notification)), (Ok(Kind::Request), Ok(Kind::Notification)));
     }
 
     fn json() -> impl Strategy<Value = Value> {

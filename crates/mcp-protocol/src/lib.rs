@@ -7,4 +7,5 @@ pub mod codes;
 pub mod envelope;
 pub mod headers;
 pub mod meta;
+pub mod methods;
 pub mod version;

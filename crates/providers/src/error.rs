@@ -46,20 +46,23 @@ impl ProviderError {
     pub(crate) fn failed(what: &'static str, reason: impl std::fmt::Display) -> Self {
         Self::Failed { what, reason: reason.to_string() }
     }
+
+    /// The code that callers of the server get.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::Unavailable(_) => ErrorCode::Unavailable,
+            Self::Unacceptable(_) => ErrorCode::Unacceptable,
+            Self::NoRoom(_) => ErrorCode::HostDiskFull,
+            Self::TimedOut { .. } => ErrorCode::DeadlineExceeded,
+            Self::NotRunning(_) | Self::Gone(_) | Self::Unresponsive(_) | Self::Failed { .. } => {
+                ErrorCode::ProviderFailed
+            }
+        }
+    }
 }
 
 impl From<ProviderError> for ErrorDetail {
     fn from(error: ProviderError) -> Self {
-        let code = match &error {
-            ProviderError::Unavailable(_) => ErrorCode::Unavailable,
-            ProviderError::Unacceptable(_) => ErrorCode::Unacceptable,
-            ProviderError::NoRoom(_) => ErrorCode::HostDiskFull,
-            ProviderError::TimedOut { .. } => ErrorCode::DeadlineExceeded,
-            ProviderError::NotRunning(_)
-            | ProviderError::Gone(_)
-            | ProviderError::Unresponsive(_)
-            | ProviderError::Failed { .. } => ErrorCode::ProviderFailed,
-        };
-        ErrorDetail::new(code, error.to_string())
+        ErrorDetail::new(error.code(), error.to_string())
     }
 }

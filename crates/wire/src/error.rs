@@ -138,9 +138,36 @@ pub struct ErrorBody {
     pub error: ErrorDetail,
 }
 
+/// The text of an error with its causes. A cause that the text already has is left out.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn causes_are_appended_unless_the_text_has_them() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("{text}")]
+        struct Layer {
+            text: &'static str,
+            source: Option<Box<Layer>>,
+        }
+        let layer = |text, source: Option<Layer>| Layer { text, source: source.map(Box::new) };
+        let error = layer("a: b", Some(layer("b", Some(layer("c", None)))));
+        assert_eq!(with_causes(&error), "a: b: c");
+    }
 
     #[test]
     fn a_code_is_written_the_same_in_json_and_in_text() {

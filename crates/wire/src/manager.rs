@@ -10,6 +10,9 @@ use crate::names::names;
 use crate::size::ByteSize;
 use crate::workspace::{AvailableResources, NetworkMode, ResourceLimits};
 
+/// The protocol that a request for a channel to a guest agent is upgraded to (`Upgrade`).
+pub const CHANNEL_PROTOCOL: &str = "emergent-channel";
+
 names!(
     /// The phase of a microVM.
     MachinePhase {

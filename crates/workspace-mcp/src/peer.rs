@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use emergent_mcp_http::{Caller, Exchange, Item, Peer, PeerError};
-use emergent_mcp_protocol::codes;
 use emergent_mcp_protocol::envelope::{Id, Message, error_line, result_line};
+use emergent_mcp_protocol::{codes, methods};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
@@ -61,10 +61,10 @@ impl<C: Caller> WorkspacePeer<C> {
         let method = message.method.as_deref().unwrap_or_default();
         let not_found = || (codes::METHOD_NOT_FOUND, method.to_owned());
         match (method, self.era) {
-            ("tools/list", _) => Ok(self.list(caller)),
-            ("server/discover", Era::Modern) => Ok(self.cacheable(discover_result())),
-            ("ping", Era::Legacy) => Ok(json!({})),
-            ("initialize", Era::Legacy) => initialize_result(message).ok_or_else(not_found),
+            (methods::TOOLS_LIST, _) => Ok(self.list(caller)),
+            (methods::DISCOVER, Era::Modern) => Ok(self.cacheable(discover_result())),
+            (methods::PING, Era::Legacy) => Ok(json!({})),
+            (methods::INITIALIZE, Era::Legacy) => initialize_result(message).ok_or_else(not_found),
             _ => Err(not_found()),
         }
     }
@@ -172,7 +172,7 @@ impl<C: Caller> Peer<C> for WorkspacePeer<C> {
             };
             Box::new(Answered(Some(line)))
         };
-        if message.method.as_deref() != Some("tools/call") {
+        if message.method.as_deref() != Some(methods::TOOLS_CALL) {
             return Ok(answered(self.answer_of(message, caller)));
         }
         match self.read_call(message, caller) {
@@ -187,7 +187,7 @@ impl<C: Caller> Peer<C> for WorkspacePeer<C> {
     }
 
     async fn notify(&self, message: &Message<'_>) {
-        if message.method.as_deref() != Some("notifications/cancelled") {
+        if message.method.as_deref() != Some(methods::CANCELLED) {
             return;
         }
         let call =

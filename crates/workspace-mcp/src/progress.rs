@@ -12,6 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_mcp_http::Item;
+use emergent_mcp_protocol::envelope::notification_line;
+use emergent_mcp_protocol::methods;
 use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::sync::{Notify, mpsc};
@@ -71,10 +73,8 @@ impl OutputSink {
     pub(crate) async fn send_to(&self, token: &str, client: &mpsc::Sender<Item>) {
         while let Some(Piece { total, text }) = self.next().await {
             let text = Value::from(text);
-            let line = format!(
-                "{{\"jsonrpc\":\"2.0\",\"method\":\"notifications/progress\",\"params\":\
-                 {{\"progressToken\":{token},\"progress\":{total},\"message\":{text}}}}}"
-            );
+            let params = format!("{{\"progressToken\":{token},\"progress\":{total},\"message\":{text}}}");
+            let line = notification_line(methods::PROGRESS, Some(&params));
             let _ = client.try_send(Item::Message(line));
             self.pause().await;
         }

@@ -7,7 +7,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::Response;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::id::InstallationId;
-use emergent_wire::manager::{Machine, MachineList, MachineRequest};
+use emergent_wire::manager::{CHANNEL_PROTOCOL, Machine, MachineList, MachineRequest};
 use emergent_wire::{ErrorCode, WorkspaceId};
 use hyper_util::rt::TokioIo;
 use serde::Deserialize;
@@ -15,8 +15,7 @@ use serde::Deserialize;
 use super::error::ApiError;
 use super::{App, run_to_end};
 
-/// The protocol of an upgraded request.
-const PROTOCOL: HeaderValue = HeaderValue::from_static("emergent-channel");
+const PROTOCOL: HeaderValue = HeaderValue::from_static(CHANNEL_PROTOCOL);
 
 #[derive(Deserialize, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -108,8 +107,9 @@ pub(super) async fn channel(
     mut request: Request,
 ) -> Result<Response, ApiError> {
     if request.headers().get(header::UPGRADE) != Some(&PROTOCOL) {
-        let message =
-            "this address takes requests with `Connection: upgrade` and `Upgrade: emergent-channel`";
+        let message = format!(
+            "this address takes requests with `Connection: upgrade` and `Upgrade: {CHANNEL_PROTOCOL}`"
+        );
         return Err(ApiError::new(ErrorCode::BadRequest, message));
     }
     let mut agent = app.manager.channel(id).await?;

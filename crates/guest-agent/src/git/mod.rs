@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use emergent_guest_protocol::GitFailureReason;
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
-use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::tools::{AGENT_FILES, WORKSPACE_DIR};
 use emergent_wire::{ErrorCode, ErrorDetail, Validate as _};
 
 use crate::agent::Agent;
@@ -149,8 +149,8 @@ impl Target {
         };
         let staging = match entries.as_slice() {
             [] => None,
-            [only] if only == ".emergent" => {
-                Some(directory.join(".emergent").join(format!("clone-{}", uuid::Uuid::new_v4().simple())))
+            [only] if only == AGENT_FILES => {
+                Some(directory.join(AGENT_FILES).join(format!("clone-{}", uuid::Uuid::new_v4().simple())))
             }
             _ => {
                 let message = format!(

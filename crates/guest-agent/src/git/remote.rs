@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
+use url::Url;
+
 use crate::git::run::Git;
 
 /// The time for one connection.
@@ -24,27 +26,22 @@ pub(super) struct Endpoint {
 impl Endpoint {
     /// The endpoint that git connects to for this URL; none for a path or an unknown scheme.
     fn of_url(url: &str) -> Option<Self> {
-        let Some((scheme, rest)) = url.split_once("://") else {
+        if !url.contains("://") {
             // `user@host:path`; a path with a colon after a slash is a file.
             let (before, _) = url.split_once(':')?;
             let host = before.rsplit('@').next().filter(|host| !host.is_empty() && !before.contains('/'))?;
             return Some(Self { host: host.trim_matches(['[', ']']).to_owned(), port: 22 });
-        };
-        let usual = match scheme {
+        }
+        let url = Url::parse(url).ok()?;
+        let usual = match url.scheme() {
             "https" => 443,
             "http" => 80,
             "ssh" | "git+ssh" | "ssh+git" => 22,
             "git" => 9418,
             _ => return None,
         };
-        let authority = rest.split(['/', '?', '#']).next()?;
-        let place = authority.rsplit('@').next()?;
-        let (host, port) = match place.strip_prefix('[').and_then(|place| place.split_once(']')) {
-            Some((host, port)) => (host, port.strip_prefix(':')),
-            None => place.split_once(':').map_or((place, None), |(host, port)| (host, Some(port))),
-        };
-        let port = port.filter(|port| !port.is_empty()).map_or(Some(usual), |port| port.parse().ok())?;
-        (!host.is_empty()).then(|| Self { host: host.to_owned(), port })
+        let host = url.host_str()?.trim_matches(['[', ']']).to_owned();
+        Some(Self { host, port: url.port().unwrap_or(usual) })
     }
 
     /// The endpoint for this URL, or the proxy in front of it.

@@ -22,6 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use emergent_guest_protocol::{CHANNEL_PORT, READY_PORT};
+use emergent_wire::tools::AGENT_DIR;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, MountPropagationFlags};
@@ -36,7 +37,6 @@ pub(crate) const INIT: &str = "/init";
 static IS_MACHINE: AtomicBool = AtomicBool::new(false);
 
 const NEW_ROOT: &str = "/new-root";
-const OWN_DIRECTORY: &str = "/.emergent";
 const DISK: &str = "/dev/vda";
 /// The time limit for the disk to appear.
 const DISK_TIME: Duration = Duration::from_secs(20);
@@ -68,13 +68,13 @@ fn move_to_disk() -> Result<(), String> {
     make_mount("devtmpfs", "/dev", "devtmpfs", MountFlags::NOSUID, "mode=0755")?;
     make_directory(NEW_ROOT)?;
     mount_disk()?;
-    let own = format!("{NEW_ROOT}{OWN_DIRECTORY}");
+    let own = format!("{NEW_ROOT}{AGENT_DIR}");
     // The image may have a file of any kind there.
     if fs::symlink_metadata(&own).is_ok_and(|found| !found.is_dir()) {
-        fs::remove_file(&own).map_err(|error| format!("{OWN_DIRECTORY} on the disk: {error}"))?;
+        fs::remove_file(&own).map_err(|error| format!("{AGENT_DIR} on the disk: {error}"))?;
     }
     make_directory(&own)?;
-    rustix::mount::mount_bind(OWN_DIRECTORY, &own).map_err(|error| format!("binding {own}: {error}"))?;
+    rustix::mount::mount_bind(AGENT_DIR, &own).map_err(|error| format!("binding {own}: {error}"))?;
     let read_only = MountFlags::BIND | MountFlags::RDONLY | MountFlags::NODEV;
     rustix::mount::mount_remount(&own, read_only, "")
         .map_err(|error| format!("protecting {own}: {error}"))?;

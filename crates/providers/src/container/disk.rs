@@ -14,7 +14,7 @@ use std::str::FromStr;
 use emergent_failpoint::failpoint;
 use emergent_host::copy::{copy_sparse, growth, reserve_all, taken_bytes};
 use emergent_host::ext4;
-use emergent_host::files::{create_private, ensure_private_directory, make_files_private, remove_if_there};
+use emergent_host::files::{ensure_private_directory, make_files_private, remove_if_there};
 use emergent_host::loop_device::{self, Access};
 use emergent_host::program::run;
 use emergent_host::room::{Room, RoomRules};
@@ -112,7 +112,7 @@ impl Disks {
         let written = copied.as_deref().map(taken_bytes).transpose()?.unwrap_or(0);
         let _part = self.room.promise(written, size.bytes().saturating_sub(written), self.growth()?)?;
         let made = match &copied {
-            None => format(&unfinished, size),
+            None => ext4::make(&unfinished, size.bytes(), &[]),
             Some(copied) => grow_copy(copied, &unfinished, size),
         };
         let made =
@@ -250,8 +250,8 @@ impl Disks {
         let image = self.image(disk);
         loop_device::detach(&image)?;
         failpoint!("disk.detached");
-        let (link, unfinished) = (self.device(disk), image.with_extension("new"));
-        remove_files(&[link.with_extension("newdev"), link, unfinished, image])
+        loop_device::remove_link(&self.device(disk))?;
+        remove_files(&[image.with_extension("new"), image])
     }
 
     /// All workspaces with a disk or remains of one.
@@ -283,15 +283,6 @@ fn stems_in(directory: &Path) -> io::Result<Vec<String>> {
 
 fn remove_files(paths: &[PathBuf]) -> io::Result<()> {
     paths.iter().try_for_each(|path| remove_if_there(path))
-}
-
-/// Makes an empty file system.
-fn format(image: &Path, size: ByteSize) -> io::Result<()> {
-    remove_if_there(image)?;
-    create_private(image)?.set_len(size.bytes())?;
-    let options = "lazy_itable_init=1,lazy_journal_init=1,nodiscard";
-    let arguments = ["-q", "-F", "-t", "ext4", "-m", "0", "-E", options].map(OsStr::new);
-    run("mke2fs", &[&arguments[..], &[image.as_os_str()]].concat()).map(drop)
 }
 
 /// Copies a clean file system and grows the copy to `size`.

@@ -4,6 +4,7 @@
 //! the object. Two failures have neither; their messages are compared in this file and nowhere else.
 
 use bollard::errors::Error as BollardError;
+use emergent_wire::error::with_causes;
 
 use super::engine::ACT;
 
@@ -93,20 +94,6 @@ fn is_runtime_failure(message: &str) -> bool {
 /// its API does not show the count: only the message tells.
 fn is_active_mount(message: &str) -> bool {
     message.contains("volume has active mounts")
-}
-
-/// The text of an error with its causes.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
 
 /// Takes an object that does not exist as success.

@@ -10,7 +10,7 @@
 
 use std::net::IpAddr;
 
-use emergent_host::firewall::{FILTER, Family, GUARDS, PRIVATE, families};
+use emergent_host::firewall::{ESTABLISHED, FILTER, Family, GUARDS, egress_rules, families};
 
 /// The rules for one bridge.
 #[derive(Clone, Debug)]
@@ -31,18 +31,9 @@ impl Firewall {
         let [forward, input] = self.chains();
         let mut lines = vec![format!("*{table}"), format!(":{forward} - [0:0]"), format!(":{input} - [0:0]")];
         let refuse = family.refusal(table);
-        let established = "-m conntrack --ctstate ESTABLISHED,RELATED";
         if family == Family::V4 {
-            lines.push(format!("-A {forward} {established} -j RETURN"));
-            for server in self.nameservers.iter().filter(|server| server.is_ipv4()) {
-                for protocol in ["udp", "tcp"] {
-                    lines.push(format!("-A {forward} -d {server} -p {protocol} --dport 53 -j RETURN"));
-                }
-            }
-            for network in PRIVATE {
-                lines.push(format!("-A {forward} -d {network} -j {refuse}"));
-            }
-            lines.push(format!("-A {input} {established} -j ACCEPT"));
+            lines.extend(egress_rules(&forward, &self.nameservers, "RETURN", refuse));
+            lines.push(format!("-A {input} {ESTABLISHED} -j ACCEPT"));
         } else {
             lines.push(format!("-A {forward} -j {refuse}"));
         }

@@ -3,11 +3,12 @@
 use std::io;
 use std::sync::Arc;
 
+use emergent_wire::tools::AGENT_DIR;
+
 use super::engine::{ACT, within};
 use super::guest_image::{GuestImage, GuestVolume};
 use super::host::run_blocking;
 use super::provider::ContainerProvider;
-use super::spec::GUEST_DIR;
 use crate::error::ProviderError;
 
 impl ContainerProvider {
@@ -26,7 +27,7 @@ impl ContainerProvider {
     /// Copies the guest agent into a container that is not started yet.
     pub(super) async fn copy_guest_into(&self, name: &str) -> Result<(), ProviderError> {
         let failed = |error: &dyn std::fmt::Display| ProviderError::failed("copying the guest agent", error);
-        let archive = tar_of(GUEST_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES)
+        let archive = tar_of(AGENT_DIR.trim_start_matches('/'), &emergent_guest_binary::FILES)
             .map_err(|error| failed(&error))?;
         let options = bollard::query_parameters::UploadToContainerOptionsBuilder::new().path("/").build();
         let docker = self.engine.docker().await.map_err(|error| failed(&error))?;
@@ -54,7 +55,15 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use std::io::Read as _;
 
+    use emergent_guest_protocol::AGENT_PATH;
+
     use super::*;
+
+    #[test]
+    fn the_agents_program_is_one_of_the_files() {
+        let paths = emergent_guest_binary::FILES.map(|(name, _)| format!("{AGENT_DIR}/{name}"));
+        assert!(paths.iter().any(|path| path == AGENT_PATH), "{paths:?}");
+    }
 
     #[test]
     fn the_archive_has_each_file_as_an_executable_of_root() {

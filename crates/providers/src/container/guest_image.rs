@@ -81,7 +81,7 @@ impl GuestImage {
             *self.current.lock() = Arc::clone(&image);
         }
         let volume = self.volume_of(&image);
-        if !image.is_attached(&volume.device) {
+        if !loop_device::points_to(&volume.device, &image.file) {
             // Without the lock, two concurrent creates would attach the image twice.
             let _lock = lock(&self.directory)?;
             loop_device::attach(&image.file, &volume.device, Access::ReadOnly)?;
@@ -154,15 +154,6 @@ impl Image {
     fn is_intact(&self) -> bool {
         fs::symlink_metadata(&self.file).is_ok_and(|found| found.is_file() && found.ino() == self.inode)
             && hash_of(&self.file).is_ok_and(|found| found == self.sha256)
-    }
-
-    /// Whether the link points to a device of this image. Read from sysfs, which needs no program.
-    fn is_attached(&self, link: &Path) -> bool {
-        let backing = fs::read_link(link).ok().and_then(|device| {
-            let name = device.file_name()?.to_owned();
-            fs::read_to_string(Path::new("/sys/block").join(name).join("loop/backing_file")).ok()
-        });
-        backing.is_some_and(|backing| Path::new(backing.trim_end_matches('\n')) == self.file)
     }
 }
 

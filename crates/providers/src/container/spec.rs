@@ -7,8 +7,9 @@ use bollard::models::{
     ContainerCreateBody, HostConfig, HostConfigLogConfig, Mount, MountType, MountVolumeOptions,
     MountVolumeOptionsDriverConfig, ResourcesUlimits, RestartPolicy, RestartPolicyNameEnum,
 };
+use emergent_guest_protocol::{AGENT_PATH, INIT_COMMAND};
 use emergent_wire::id::InstallationId;
-use emergent_wire::tools::WORKSPACE_DIR;
+use emergent_wire::tools::{AGENT_DIR, WORKSPACE_DIR};
 use emergent_wire::workspace::NetworkMode;
 use emergent_wire::{ByteSize, WorkspaceId};
 
@@ -17,10 +18,6 @@ use super::guest_image::GuestVolume;
 use super::{LABEL_INSTALLATION, LABEL_ROOT_LIMIT, LABEL_WORKSPACE, name_of, volume_name_of};
 use crate::sandbox::SandboxSpec;
 
-/// The directory of the guest binaries in a sandbox.
-pub(crate) const GUEST_DIR: &str = "/.emergent";
-/// The path of the guest agent.
-pub(crate) const GUEST_PATH: &str = "/.emergent/guest";
 /// Mount options of a workspace's disk.
 const DISK_MOUNT_OPTIONS: &str = "noatime,nosuid,nodev,noinit_itable";
 /// The further option of a disk whose deleted blocks go back to the host.
@@ -102,8 +99,8 @@ pub(crate) fn container(spec: &SandboxSpec, context: &ContainerContext<'_>) -> C
         hostname: Some("workspace".to_owned()),
         user: Some("0:0".to_owned()),
         working_dir: Some(WORKSPACE_DIR.to_owned()),
-        entrypoint: Some(vec![GUEST_PATH.to_owned()]),
-        cmd: Some(vec!["init".to_owned()]),
+        entrypoint: Some(vec![AGENT_PATH.to_owned()]),
+        cmd: Some(vec![INIT_COMMAND.to_owned()]),
         open_stdin: Some(true),
         // When the server is gone, the agent must see the end of the channel.
         stdin_once: Some(true),
@@ -171,7 +168,7 @@ fn guest_volume(guest: &GuestVolume, installation: InstallationId) -> Mount {
     let labels = HashMap::from([(LABEL_INSTALLATION.to_owned(), installation.to_string())]);
     let mount = volume_with_options(
         guest.name.clone(),
-        GUEST_DIR,
+        AGENT_DIR,
         Some((&guest.device, GUEST_MOUNT_OPTIONS)),
         &labels,
     );

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use bollard::models::{ContainerInspectResponse, ContainerStateStatusEnum};
 use emergent_failpoint::failpoint;
 use emergent_guest_client::GuestClient;
+use emergent_guest_protocol::{AGENT_PATH, CONNECT_COMMAND};
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::NetworkMode;
 
@@ -21,7 +22,7 @@ use super::guest_image::GuestVolume;
 use super::host::run_blocking;
 use super::name_of;
 use super::provider::{ContainerProvider, RUNSC, Runtime};
-use super::spec::{self, ContainerContext, GUEST_PATH};
+use super::spec::{self, ContainerContext};
 use super::stream::Attached;
 use crate::error::ProviderError;
 use crate::provider::WorkspaceProvider as _;
@@ -182,7 +183,7 @@ impl ContainerProvider {
         if found.state.unwrap_or_default().paused == Some(true) {
             self.checked(self.engine.unpause(&name).await).await?;
         }
-        let program = vec![GUEST_PATH.to_owned(), "connect".to_owned()];
+        let program = vec![AGENT_PATH.to_owned(), CONNECT_COMMAND.to_owned()];
         let greeted = async {
             let attached = self.checked(self.engine.exec(&name, program).await).await?;
             self.greet(spec, attached).await

@@ -10,7 +10,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use emergent_wire::ErrorCode;
 use emergent_wire::error::ErrorBody;
-use emergent_wire::manager::ManagerHealth;
+use emergent_wire::manager::{CHANNEL_PROTOCOL, ManagerHealth};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Limited};
 use reqwest::redirect::Policy;
@@ -33,8 +33,6 @@ const IMAGE_TIME: Duration = Duration::from_secs(900);
 const CHANNEL_TIME: Duration = Duration::from_secs(60);
 /// The largest answer.
 const ANSWER_BYTES: usize = 16 << 20;
-/// The protocol that a request for a channel is upgraded to.
-const CHANNEL: &str = "emergent-channel";
 /// The file in a manager's data directory that contains its token.
 pub const MANAGER_TOKEN_FILE: &str = "manager-token";
 /// The port of an address without one.
@@ -274,7 +272,7 @@ impl Client {
             let request = self
                 .request(Method::GET, path)?
                 .header(header::CONNECTION, "upgrade")
-                .header(header::UPGRADE, CHANNEL);
+                .header(header::UPGRADE, CHANNEL_PROTOCOL);
             let response = self.send(request).await?;
             let status = response.status();
             if status != StatusCode::SWITCHING_PROTOCOLS {

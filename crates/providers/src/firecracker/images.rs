@@ -7,6 +7,7 @@ use emergent_wire::manager::{ImageSettings, MachineImage};
 use futures_util::StreamExt;
 use http_body_util::{BodyExt, StreamBody};
 use hyper::body::Frame;
+use url::form_urlencoded;
 
 use super::client::Client;
 use crate::error::ProviderError;
@@ -47,10 +48,11 @@ impl MachineImages {
     ) -> Result<(), ProviderError> {
         let settings = settings_of(self.source.config(image).await?);
         let settings = serde_json::to_string(&settings).unwrap_or_default();
-        let settings: String = settings.bytes().flat_map(percent_encoded).collect();
+        let query =
+            form_urlencoded::Serializer::new(String::new()).append_pair("settings", &settings).finish();
         let archive = self.source.open_root(lease, image, digest).await?;
         let body = StreamBody::new(archive.map(|bytes| bytes.map(Frame::data)));
-        let path = format!("/v1/images/{digest}?settings={settings}");
+        let path = format!("/v1/images/{digest}?{query}");
         let _: MachineImage = client.put_archive(&path, BodyExt::boxed_unsync(body)).await?;
         failpoint!("image.sent");
         Ok(())
@@ -73,12 +75,5 @@ fn settings_of(config: ImageConfig) -> ImageSettings {
         directory: program.directory,
         user: program.user,
         environment,
-    }
-}
-
-fn percent_encoded(byte: u8) -> Vec<char> {
-    match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' => vec![char::from(byte)],
-        _ => format!("%{byte:02X}").chars().collect(),
     }
 }

@@ -8,7 +8,7 @@ use super::{MAX_TIMEOUT_MS, McpMode, McpVolume, RestartPolicy};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::id::WorkspaceId;
 use crate::object;
-use crate::tools::{WORKSPACE_DIR, check_environment};
+use crate::tools::{AGENT_DIR, WORKSPACE_DIR, check_environment};
 use crate::validate::Validate;
 use crate::workspace::{NetworkMode, ProviderChoice, RequestedLimits};
 
@@ -158,7 +158,7 @@ fn check_volumes(volumes: &[McpVolume]) -> Result<(), ErrorDetail> {
             ));
         }
         let odd = path.split('/').skip(1).any(|part| matches!(part, "" | "." | ".."));
-        let taken = ["/proc", "/sys", "/dev", "/etc", "/.emergent", WORKSPACE_DIR];
+        let taken = ["/proc", "/sys", "/dev", "/etc", AGENT_DIR, WORKSPACE_DIR];
         let is_taken = taken.iter().any(|own| path == own || path.starts_with(&format!("{own}/")));
         if !path.starts_with('/') || odd || path.len() > 256 || path.contains(['\0', ':']) || is_taken {
             return bad(format!(

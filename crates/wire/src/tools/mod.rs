@@ -23,6 +23,10 @@ pub use search::{GlobAnswer, GlobRequest, GrepAnswer, GrepMatch, GrepRequest};
 
 /// The directory of a workspace's files. Relative paths start here.
 pub const WORKSPACE_DIR: &str = "/workspace";
+/// The directory of the guest agent's programs.
+pub const AGENT_DIR: &str = "/.emergent";
+/// The name of the directory in which the guest agent keeps files in a workspace.
+pub const AGENT_FILES: &str = ".emergent";
 /// The directory in which the guest agent saves the output of commands.
 pub const OUTPUT_DIR: &str = "/workspace/.emergent/output";
 /// How much of each output stream an answer of bash holds; more is cut in the middle.
