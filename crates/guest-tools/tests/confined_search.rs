@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod support;
+
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -13,8 +15,7 @@ use emergent_wire::ErrorCode;
 use emergent_wire::tools::{GlobAnswer, GlobRequest, GrepAnswer, GrepRequest, ReadRequest};
 use proptest::prelude::*;
 use rustix::fs::{CWD, FileType, Mode, RenameFlags, mknodat, renameat_with};
-
-static NEVER: AtomicBool = AtomicBool::new(false);
+use support::{NEVER, config};
 
 struct Workspace {
     _directory: tempfile::TempDir,
@@ -305,10 +306,6 @@ fn swapped_links_never_lead_a_confined_tool_outside() {
             }
         }
     });
-}
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

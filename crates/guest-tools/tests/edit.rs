@@ -2,31 +2,23 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod support;
+
 use std::fs;
 use std::ops::Range;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::PathBuf;
-use std::sync::atomic::AtomicBool;
 
-use emergent_guest_tools::{Context, edit};
+use emergent_guest_tools::edit;
 use emergent_wire::tools::{EditAnswer, EditRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use proptest::prelude::*;
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    _directory: tempfile::TempDir,
-    path: PathBuf,
-    context: Context,
-}
+use support::{NEVER, Workspace, config};
 
 impl Workspace {
     fn with(content: impl AsRef<[u8]>) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().canonicalize().unwrap();
-        fs::write(path.join("file"), content).unwrap();
-        Self { context: Context::new(&path), _directory: directory, path }
+        let workspace = Self::empty();
+        workspace.file("file", content);
+        workspace
     }
 
     fn request(old: &str, new: &str) -> EditRequest {
@@ -308,10 +300,6 @@ fn only_place(content: &[u8], old: &str) -> Option<Range<usize>> {
     places.sort_by_key(|place| place.start);
     places.dedup();
     (places.len() == 1).then(|| places.remove(0))
-}
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

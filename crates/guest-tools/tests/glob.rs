@@ -2,38 +2,29 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::fs::{self, File};
+mod support;
+
+use std::fs::File;
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, SystemTime};
 
 use emergent_guest_tools::{Context, glob};
 use emergent_wire::tools::{GlobAnswer, GlobRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    _directory: tempfile::TempDir,
-    path: PathBuf,
-    context: Context,
-}
+use support::{NEVER, Workspace};
 
 impl Workspace {
     /// Files in the order of their age, the oldest first; a name after ` < ` holds what follows.
     fn new(files: &[&str]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().canonicalize().unwrap();
+        let workspace = Self::empty();
         for (age, file) in files.iter().enumerate() {
             let (name, content) = file.split_once(" < ").unwrap_or((file, ""));
-            let file = path.join(name);
-            fs::create_dir_all(file.parent().unwrap()).unwrap();
-            fs::write(&file, content).unwrap();
+            workspace.file(name, content);
             let time = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000 + age as u64);
-            File::options().append(true).open(&file).unwrap().set_modified(time).unwrap();
+            File::options().append(true).open(workspace.path.join(name)).unwrap().set_modified(time).unwrap();
         }
-        Self { context: Context::new(&path), _directory: directory, path }
+        workspace
     }
 
     fn request(

@@ -2,35 +2,26 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::fs;
+mod support;
+
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+
 use std::process::Command;
 use std::sync::atomic::AtomicBool;
 
-use emergent_guest_tools::{Context, grep};
+use emergent_guest_tools::grep;
 use emergent_wire::tools::{GrepAnswer, GrepRequest, MAX_LINE_CHARS};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use proptest::prelude::*;
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    _directory: tempfile::TempDir,
-    path: PathBuf,
-    context: Context,
-}
+use support::{NEVER, Workspace, config};
 
 impl Workspace {
     fn new<C: AsRef<[u8]>>(files: &[(&str, C)]) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().canonicalize().unwrap();
+        let workspace = Self::empty();
         for (name, content) in files {
-            let file = path.join(name);
-            fs::create_dir_all(file.parent().unwrap()).unwrap();
-            fs::write(file, content).unwrap();
+            workspace.file(name, content);
         }
-        Self { context: Context::new(&path), _directory: directory, path }
+        workspace
     }
 
     fn request(&self, request: &GrepRequest) -> Result<GrepAnswer, ErrorDetail> {
@@ -246,10 +237,6 @@ fn ripgrep(workspace: &Workspace, arguments: &[&str]) -> Option<Vec<String>> {
             .map(|(name, number, text)| format!("{}:{number}:{text}", String::from_utf8_lossy(&name)))
             .collect(),
     )
-}
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {

@@ -2,29 +2,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::fs;
-use std::sync::atomic::AtomicBool;
+mod support;
 
-use emergent_guest_tools::{Context, glob, grep};
+use emergent_guest_tools::{glob, grep};
 use emergent_wire::tools::{GlobRequest, GrepRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    _directory: tempfile::TempDir,
-    context: Context,
-}
+use support::{NEVER, Workspace};
 
 impl Workspace {
     fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().canonicalize().unwrap();
-        let deep = path.join(vec!["d"; 200].join("/"));
-        fs::create_dir_all(&deep).unwrap();
-        fs::write(deep.join("a".repeat(200)), "a".repeat(10_000)).unwrap();
-        fs::write(path.join("a"), "a\n").unwrap();
-        Self { context: Context::new(&path), _directory: directory }
+        let workspace = Self::empty();
+        workspace.file(&format!("{}/{}", vec!["d"; 200].join("/"), "a".repeat(200)), "a".repeat(10_000));
+        workspace.file("a", "a\n");
+        workspace
     }
 
     fn glob(&self, pattern: &str) -> Result<usize, ErrorDetail> {

@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod support;
+
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -11,26 +13,9 @@ use emergent_guest_tools::{Context, read};
 use emergent_wire::tools::{MAX_READ_BYTES, ReadAnswer, ReadRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use proptest::prelude::*;
-use tempfile::TempDir;
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    directory: TempDir,
-    context: Context,
-}
+use support::{NEVER, Workspace, config};
 
 impl Workspace {
-    fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let context = Context::new(directory.path());
-        Self { directory, context }
-    }
-
-    fn file(&self, name: &str, content: impl AsRef<[u8]>) {
-        fs::write(self.directory.path().join(name), content).unwrap();
-    }
-
     fn page(&self, name: &str, offset: Option<u64>, limit: Option<u64>) -> Result<ReadAnswer, ErrorDetail> {
         let request = ReadRequest { file_path: name.into(), offset, limit, raw: false };
         read::read(&self.context, &request, &NEVER)
@@ -43,7 +28,7 @@ impl Workspace {
 
 #[test]
 fn lines_are_numbered_and_line_ends_and_mark_are_not_shown() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("a", b"\xEF\xBB\xBFone\r\ntwo\rstill two\n\nl\xE9on");
     let answer = workspace.read("a").unwrap();
     assert_eq!(answer.content, "1: one\n2: two\rstill two\n3: \n4: l\u{FFFD}on");
@@ -60,7 +45,7 @@ fn lines_are_numbered_and_line_ends_and_mark_are_not_shown() {
 
 #[test]
 fn an_empty_file_has_no_lines_and_an_offset_behind_the_end_is_refused() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("empty", "");
     let answer = workspace.page("empty", Some(1), None).unwrap();
     assert_eq!((answer.content.as_str(), answer.total_lines), ("", Some(0)));
@@ -78,7 +63,7 @@ fn an_empty_file_has_no_lines_and_an_offset_behind_the_end_is_refused() {
 
 #[test]
 fn long_lines_and_large_pages_are_cut_with_a_note() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("long", format!("{}\r\nshort\n", "é".repeat(300_000)));
     let answer = workspace.read("long").unwrap();
     let first = answer.content.lines().next().unwrap();
@@ -97,7 +82,7 @@ fn long_lines_and_large_pages_are_cut_with_a_note() {
 
 #[test]
 fn binary_files_are_described() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("a.png", b"\x89PNG\r\n\x1A\n\0\0\0\rIHDR");
     let answer = workspace.read("a.png").unwrap();
     assert!(answer.is_binary);
@@ -110,13 +95,13 @@ fn binary_files_are_described() {
 
 #[test]
 fn directories_are_listed_in_order_and_in_pages() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     for name in ["b", "a", "Z", ".hidden"] {
         workspace.file(name, "");
     }
-    fs::create_dir(workspace.directory.path().join("dir")).unwrap();
-    symlink("dir", workspace.directory.path().join("link")).unwrap();
-    symlink("nowhere", workspace.directory.path().join("broken")).unwrap();
+    fs::create_dir(workspace.path.join("dir")).unwrap();
+    symlink("dir", workspace.path.join("link")).unwrap();
+    symlink("nowhere", workspace.path.join("broken")).unwrap();
     let answer = workspace.read(".").unwrap();
     assert!(answer.is_dir);
     assert_eq!(answer.content, ".hidden\nZ\na\nb\nbroken\ndir/\nlink/");
@@ -129,7 +114,7 @@ fn directories_are_listed_in_order_and_in_pages() {
 
 #[test]
 fn the_error_of_a_missing_file_suggests_similar_names() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     for name in ["main.rs", "main.test.rs", "Main.rs", "mian.rs", "unrelated.txt"] {
         workspace.file(name, "");
     }
@@ -145,14 +130,14 @@ fn the_error_of_a_missing_file_suggests_similar_names() {
     assert_eq!(workspace.read("main.rs/").unwrap_err().code, ErrorCode::WrongFileType);
     assert_eq!(workspace.read(&"x".repeat(300)).unwrap_err().code, ErrorCode::InvalidPath);
     assert_eq!(workspace.read("a\0b").unwrap_err().code, ErrorCode::InvalidPath);
-    symlink("gone", workspace.directory.path().join("dangling")).unwrap();
+    symlink("gone", workspace.path.join("dangling")).unwrap();
     assert!(workspace.read("dangling").unwrap_err().message.contains("link"));
 }
 
 #[test]
 fn special_files_never_block() {
-    let workspace = Workspace::new();
-    let fifo = workspace.directory.path().join("fifo");
+    let workspace = Workspace::empty();
+    let fifo = workspace.path.join("fifo");
     rustix::fs::mknodat(
         rustix::fs::CWD,
         &fifo,
@@ -161,7 +146,7 @@ fn special_files_never_block() {
         0,
     )
     .unwrap();
-    let _socket = std::os::unix::net::UnixListener::bind(workspace.directory.path().join("socket")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(workspace.path.join("socket")).unwrap();
     for name in ["fifo", "socket", "/dev/null", "/dev/zero"] {
         assert_eq!(workspace.read(name).unwrap_err().code, ErrorCode::WrongFileType, "{name}");
         assert_eq!(read::open_raw(&workspace.context, name).unwrap_err().code, ErrorCode::WrongFileType);
@@ -170,7 +155,7 @@ fn special_files_never_block() {
 
 #[test]
 fn files_of_proc_have_content_although_their_size_is_zero() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     let answer = workspace.read("/proc/self/status").unwrap();
     assert!(answer.content.starts_with("1: Name:"));
     assert!(answer.file_size > 0 && answer.total_lines > Some(5));
@@ -178,9 +163,9 @@ fn files_of_proc_have_content_although_their_size_is_zero() {
 
 #[test]
 fn very_large_files_are_read_only_as_far_as_needed() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("sparse", "first\nsecond\n".repeat(1000));
-    let file = fs::File::options().write(true).open(workspace.directory.path().join("sparse")).unwrap();
+    let file = fs::File::options().write(true).open(workspace.path.join("sparse")).unwrap();
     file.set_len(1 << 40).unwrap();
     let answer = workspace.page("sparse", Some(2), Some(1)).unwrap();
     assert_eq!(answer.content, "2: second");
@@ -191,7 +176,7 @@ fn very_large_files_are_read_only_as_far_as_needed() {
 
 #[test]
 fn raw_gives_the_exact_bytes() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("a", b"\xEF\xBB\xBFa\r\n\0\xFF");
     let mut raw = read::open_raw(&workspace.context, "a").unwrap();
     let mut bytes = Vec::new();
@@ -203,7 +188,7 @@ fn raw_gives_the_exact_bytes() {
 
 #[test]
 fn a_cancelled_read_fails_with_cancelled() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("a", "x\n".repeat(1_000_000));
     let request = ReadRequest { file_path: "a".into(), ..ReadRequest::default() };
     let error = read::read(&workspace.context, &request, &AtomicBool::new(true)).unwrap_err();
@@ -212,8 +197,8 @@ fn a_cancelled_read_fails_with_cancelled() {
 
 #[test]
 fn confinement_holds_for_reading() {
-    let workspace = Workspace::new();
-    let inside = workspace.directory.path().join("in");
+    let workspace = Workspace::empty();
+    let inside = workspace.path.join("in");
     fs::create_dir(&inside).unwrap();
     workspace.file("secret", "s");
     fs::write(inside.join("ok"), "fine").unwrap();
@@ -235,17 +220,13 @@ fn confinement_holds_for_reading() {
 #[test]
 fn a_file_without_read_permission_is_denied_except_to_root() {
     // Root reads everything, so that only the mode can be looked at; the mapping has its own test.
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     workspace.file("a", "x");
-    fs::set_permissions(workspace.directory.path().join("a"), fs::Permissions::from_mode(0o000)).unwrap();
+    fs::set_permissions(workspace.path.join("a"), fs::Permissions::from_mode(0o000)).unwrap();
     match workspace.read("a") {
         Ok(answer) => assert_eq!(answer.content, "1: x"),
         Err(error) => assert_eq!(error.code, ErrorCode::PermissionDenied),
     }
-}
-
-fn config(cases: u32) -> ProptestConfig {
-    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
 }
 
 proptest! {
@@ -257,7 +238,7 @@ proptest! {
         ends_in_line_feed in any::<bool>(),
         limit in 1_u64..400,
     ) {
-        let workspace = Workspace::new();
+        let workspace = Workspace::empty();
         let mut content = lines.join("\n");
         if ends_in_line_feed && !content.is_empty() {
             content.push('\n');

@@ -3,31 +3,19 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod support;
+
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use emergent_guest_tools::read::{self, RawFile};
-use emergent_guest_tools::{Context, edit, grep, write};
+use emergent_guest_tools::{edit, grep, write};
 use emergent_wire::tools::{EditRequest, GrepRequest, MAX_FILE_BYTES, ReadAnswer, ReadRequest};
 use emergent_wire::{ErrorCode, ErrorDetail};
-
-static NEVER: AtomicBool = AtomicBool::new(false);
-
-struct Workspace {
-    _directory: tempfile::TempDir,
-    path: PathBuf,
-    context: Context,
-}
+use support::{NEVER, Workspace};
 
 impl Workspace {
-    fn new() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().canonicalize().unwrap();
-        Self { context: Context::new(&path), _directory: directory, path }
-    }
-
     fn read(&self, path: &str) -> Result<ReadAnswer, ErrorDetail> {
         let request = ReadRequest { file_path: path.into(), ..ReadRequest::default() };
         read::read(&self.context, &request, &NEVER)
@@ -83,7 +71,7 @@ fn bytes_of(mut raw: RawFile) -> Vec<u8> {
 
 #[test]
 fn special_files_are_refused_by_every_tool() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     rustix::fs::mknodat(
         rustix::fs::CWD,
         workspace.path.join("fifo"),
@@ -102,7 +90,7 @@ fn special_files_are_refused_by_every_tool() {
 
 #[test]
 fn files_of_the_kernel_give_no_internal_error() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     for path in [
         "/proc/self/mem",
         "/proc/self/fd/0",
@@ -143,7 +131,7 @@ fn files_of_the_kernel_give_no_internal_error() {
 
 #[test]
 fn files_that_report_no_size_are_read_to_their_end() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     for path in ["/proc/version", "/proc/self/limits", "/proc/kallsyms"] {
         let Ok(expected) = fs::read(path) else {
             continue;
@@ -168,7 +156,7 @@ fn files_that_report_no_size_are_read_to_their_end() {
 
 #[test]
 fn files_of_sysfs_have_the_size_of_their_content() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     let path = "/sys/kernel/mm/transparent_hugepage/enabled";
     if let Ok(expected) = fs::read(path) {
         assert_eq!(workspace.raw(path).unwrap(), expected);
@@ -179,7 +167,7 @@ fn files_of_sysfs_have_the_size_of_their_content() {
 
 #[test]
 fn a_file_that_changes_after_it_was_opened_is_read_up_to_its_size() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     for (size, later) in [(100, 20_000), (20_000, 100), (20_000, 9000), (20_000, 500_000), (0, 20_000)] {
         let path = workspace.path.join("file");
         fs::write(&path, vec![b'a'; size]).unwrap();
@@ -193,7 +181,7 @@ fn a_file_that_changes_after_it_was_opened_is_read_up_to_its_size() {
 
 #[test]
 fn reading_ends_while_the_file_grows_and_shrinks() {
-    let workspace = Workspace::new();
+    let workspace = Workspace::empty();
     let path = workspace.path.join("file");
     fs::write(&path, "line\n").unwrap();
     let stop = AtomicBool::new(false);
