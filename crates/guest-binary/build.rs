@@ -1,5 +1,5 @@
-//! Builds what goes into every sandbox as static binaries, in a target directory of its own: the outer cargo holds the
-//! lock of the ordinary one, and a static build needs other flags.
+//! Builds the static binaries that go into every sandbox. They have a target directory of their own, because the outer cargo holds
+//! the lock of its target directory and a static build needs other flags.
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ const BINARIES: [(&str, &str, &str, &str); 2] = [
 
 fn main() {
     let output = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    // Asked for now, not when this was compiled: clones at different places may share a target directory.
+    // Read at run time: clones at different places can share a target directory.
     let manifest = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
     let root = manifest.join("../..").canonicalize().expect("the workspace exists");
     for source in SOURCES {
@@ -44,7 +44,7 @@ fn build(root: &Path, output: &Path, package: &str, binary: &str, profile: &str)
         .arg("--target-dir")
         .arg(&directory)
         .env("RUSTFLAGS", "-C target-feature=+crt-static -C relocation-model=static")
-        // What the outer build set for itself (clippy as the compiler, its own flags) must not get in.
+        // Settings of the outer build, such as clippy as the compiler and its flags.
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env_remove("RUSTC_WORKSPACE_WRAPPER")
         .env_remove("RUSTC_WRAPPER")

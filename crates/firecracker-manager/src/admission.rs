@@ -103,7 +103,7 @@ pub(crate) async fn reserve_slot(
     };
     let saved: Result<Record, HostError> = machine.update(reserved).await;
     if saved.is_err() {
-        // The file may have the slot all the same. So the slot stays taken until a record without it is saved.
+        // The file may have the slot in spite of the error. So the slot stays taken until a record without it is saved.
         let ending = |record: &mut Record| {
             record.slot = Some(index);
             record.phase = MachinePhase::Ending;

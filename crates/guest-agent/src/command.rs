@@ -227,7 +227,7 @@ impl Started {
         let _ = poll(&mut fds, timeout.as_ref());
     }
 
-    /// Takes what is in the pipes, at most what each can hold. False when the sink wants no more.
+    /// Takes the bytes in the pipes, at most the capacity of each. False when the sink takes no more.
     fn pump(&mut self, sink: &mut dyn Sink, buffer: &mut [u8]) -> bool {
         for stream in [Stream::Stdout, Stream::Stderr] {
             let pipe = match stream {

@@ -18,7 +18,7 @@ impl Wake {
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Forgets wake-ups so far; the caller looks at what changed next.
+    /// Clears the wake-ups so far. The caller looks for changes afterwards.
     pub(crate) fn clear(&self) {
         let _ = rustix::io::read(&self.0, &mut [0_u8; 8]);
     }

@@ -159,7 +159,7 @@ fn a_thousand_connections_cost_no_thread_and_leave_nothing() {
         }
         join(programs).await;
         assert!(threads < 20, "{threads} threads");
-        // Calls go on, and the connections' descriptors are closed once their calls are over.
+        // Other calls still work, and the descriptors of ended connections are closed.
         while agent.descriptors() > descriptors {
             let usage: UsageAnswer =
                 agent.client.start(&GuestCall::Usage(())).await.unwrap().answer().await.unwrap();
@@ -254,7 +254,7 @@ fn the_end_of_a_listener_or_of_its_channel_closes_port_and_connections() {
             assert!(join(program(move || guest.read(&mut [0]))).await.is_err());
             assert!(host.read(&mut [0]).await.is_err());
             assert!(matches!(listener.accept().await, Err(CallError::Lost(_))));
-            // The agent goes on: it ends when it is told to.
+            // The agent keeps running until it gets SIGTERM.
             assert!(agent.child.try_wait().unwrap().is_none());
         },
     );
@@ -309,7 +309,7 @@ fn fifty_megabytes_go_each_way_intact_though_each_reader_is_slow() {
         let mut listener = agent.client.listen(0).await.unwrap();
         let (mut guest, host) = pair(&mut listener).await;
         let mut writing = guest.try_clone().unwrap();
-        // Nobody reads until both writers are stuck or the channel's buffers are full.
+        // Neither side reads until both writers block or the buffers of the channel are full.
         let writer = program(move || {
             for offset in (0..BYTES).step_by(PIECE) {
                 writing.write_all(&piece(offset)).unwrap();

@@ -1,4 +1,4 @@
-//! The channel: its two tasks, and what they share with the calls.
+//! The channel: its two tasks, and the state that they share with the calls.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;

@@ -70,7 +70,7 @@ impl GuestListener {
             let Poll::Ready(event) = self.parked[index].poll_incoming(context) else { continue };
             let Some(call) = self.parked.remove(index) else { continue };
             event?;
-            // The replacement is on its way before the caller handles this one.
+            // The replacement is sent before the caller handles this one.
             self.park(context)?;
             return Poll::Ready(Ok(TunnelConnection::new(call)));
         }

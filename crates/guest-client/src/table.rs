@@ -236,7 +236,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a hostile guest sends, what its calls are handed stays within the credit granted.
+        /// Calls never get more data from a hostile guest than they granted credit for.
         #[test]
         fn hostile_frames_are_bounded(
             frames in prop::collection::vec((0_u32..6, 0_usize..8, 1_usize..40_000), 0..60),

@@ -89,7 +89,7 @@ async fn data_beyond_the_credit_ends_the_channel() {
         }
         sent
     });
-    // Nobody reads the call's events, so no credit is given back.
+    // The call's events are not read, so no credit is granted.
     assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::OverCredit(1)));
     drop(call);
     let sent = flood.await.unwrap();
@@ -109,7 +109,7 @@ async fn output_over_the_callers_limit_fails_the_call() {
     tokio::spawn(async move {
         let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 1000]).to_bytes();
         while guest.write_all(&frame).await.is_ok() {
-            // Stays within what it was granted: the host reads and gives credit back.
+            // Within the granted credit: the host reads and grants more.
             tokio::time::sleep(Duration::from_micros(10)).await;
         }
     });
@@ -144,7 +144,7 @@ async fn a_pong_may_come_after_frames_that_were_sent_before_it() {
     let short = client.start(&GuestCall::Usage(())).await.unwrap();
     guest.read_exact(&mut [0; 2 * (9 + 14)]).await.unwrap();
     for _ in 0..3 {
-        // The host asks whether anybody is there; the answer to another call was on its way.
+        // The host sends a ping, and the answer to another call arrives before the pong.
         let mut ping = [0; 9 + 8];
         guest.read_exact(&mut ping).await.unwrap();
         assert_eq!(ping[4], Kind::Ping as u8);

@@ -10,7 +10,7 @@ use emergent_guest_protocol::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
-/// A guest that does what a test says.
+/// A guest whose answers the test decides.
 struct Guest {
     stream: DuplexStream,
     decoder: Decoder,
@@ -105,7 +105,7 @@ async fn connections_are_limited_and_a_place_is_free_after_the_last_frame() {
     }
     let pending = poll_fn(|context| Poll::Ready(listener.poll_accept(context).is_pending())).await;
     assert!(pending);
-    // Dropped by its user: the guest is told, and its place is not free yet.
+    // Dropped: the guest is notified, and the place is not free yet.
     let (id, connection) = connections.pop().unwrap();
     drop(connection);
     assert_eq!(guest.expect(Kind::Cancel).await.call, id);
@@ -161,7 +161,7 @@ async fn a_guest_that_sends_data_before_the_connection_ends_the_channel() {
 #[tokio::test(start_paused = true)]
 async fn a_silent_guest_is_not_asked_while_accepts_are_only_parked() {
     let (client, _listener, mut guest, _parked) = listener().await;
-    // The clock is paused: it goes on by itself when all tasks wait, here for a ping that does not come.
+    // The paused clock advances when all tasks wait, here for a ping that does not come.
     let ping = tokio::time::timeout(std::time::Duration::from_secs(600), guest.next()).await;
     assert!(ping.is_err(), "{ping:?}");
     assert!(!client.is_closed());

@@ -1,4 +1,4 @@
-//! From what the operating system says to what the caller should know and do.
+//! Turns errors of the operating system into errors for the caller, with the next step.
 
 use std::io;
 use std::path::Path;
@@ -85,7 +85,7 @@ pub(crate) fn os_error(doing: &str, path: &Path, errno: Errno) -> ErrorDetail {
                 "cannot {doing} {path}: the sandbox is out of memory or open files; retry when less runs"
             ),
         ),
-        // The path was the caller's choice: whatever else the kernel says about it is no fault of the server.
+        // The caller chose the path, so the kernel's other errors are not faults of the server.
         other => (
             ErrorCode::Unacceptable,
             format!(
@@ -105,7 +105,7 @@ pub(crate) fn io_error(doing: &str, path: &Path, error: &io::Error) -> ErrorDeta
     }
 }
 
-/// The failure of a tool that was pointed at something that is not what it works on.
+/// The failure of a tool on a file of the wrong type.
 pub(crate) fn wrong_type(path: &Path, what_it_is: &str, what_to_do: &str) -> ErrorDetail {
     ErrorDetail::new(ErrorCode::WrongFileType, format!("{} is {what_it_is}: {what_to_do}", path.display()))
 }

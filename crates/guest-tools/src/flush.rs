@@ -1,15 +1,15 @@
-//! Writes small files through to the disk right after they were acknowledged: waiting for that would take longer than all the
-//! rest of a small write.
+//! Flushes small files to the disk right after they were acknowledged. Waiting for the flush would take longer than the rest of
+//! a small write.
 
 use std::fs::File;
 use std::sync::OnceLock;
 use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
 
-/// Files that wait. More are flushed by whoever writes them.
+/// The most files that wait. The writer of a further file flushes it itself.
 const MAX_WAITING: usize = 64;
 const STACK_BYTES: usize = 64 * 1024;
 
-/// Flushes a file in a moment.
+/// Queues a file to be flushed.
 pub(crate) fn soon(file: File) {
     static FLUSHER: OnceLock<Option<SyncSender<File>>> = OnceLock::new();
     let left = match FLUSHER.get_or_init(start) {
@@ -19,7 +19,7 @@ pub(crate) fn soon(file: File) {
         },
         None => file,
     };
-    // The content is in its place already: a failure shows with the next write.
+    // The content is in its place already. The next write reports a failure.
     let _ = left.sync_all();
 }
 

@@ -60,7 +60,7 @@ impl Search<'_> {
                 if cancel.load(Ordering::Relaxed) {
                     return WalkState::Quit;
                 }
-                // A directory that can't be read, or a file that is gone by now, has no files to list.
+                // A directory that can't be read, or a file that is gone, is left out.
                 if let Ok(entry) = entry
                     && is_candidate(&entry)
                     && self.is_match(entry.path())
@@ -107,7 +107,7 @@ impl Visitor for &Search<'_> {
     fn failure(&mut self, _: &Path, _: Errno) {}
 }
 
-/// Where to walk, what to look for, and how deep. Nothing, if the directory that the pattern names is not there.
+/// The root of the walk, the pattern and the depth. `None` if the directory that the pattern names does not exist.
 fn plan(
     context: &Context,
     request: &GlobRequest,
@@ -199,7 +199,7 @@ fn is_candidate(entry: &DirEntry) -> bool {
     entry.file_type().is_some_and(|kind| kind.is_file() || kind.is_symlink())
 }
 
-/// When a file was changed last; for a link the file it leads to. None for what is not a file.
+/// The time of the last change of a file; for a link, of its target. `None` for anything else.
 fn modified(context: &Context, entry: &DirEntry) -> Option<(i64, i64)> {
     if entry.file_type()?.is_file() {
         let metadata = entry.metadata().ok()?;
@@ -208,7 +208,7 @@ fn modified(context: &Context, entry: &DirEntry) -> Option<(i64, i64)> {
     modified_target(context, entry.path())
 }
 
-/// When the file that a link leads to was changed last; none if it leads to no file, or out of the roots.
+/// The time of the last change of the file that a link leads to. `None` if it leads to no file, or out of the roots.
 fn modified_target(context: &Context, path: &Path) -> Option<(i64, i64)> {
     let target = context.locate(&context.absolute(path)).ok()?;
     modified_file(&target.stat().ok()?)

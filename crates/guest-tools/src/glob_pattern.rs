@@ -14,9 +14,9 @@ use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
 /// The longest glob, in bytes. No path is longer.
 const MAX_GLOB_BYTES: usize = 4096;
-/// How deep braces may be nested.
+/// The deepest nesting of braces.
 const MAX_BRACE_DEPTH: usize = 10;
-/// How much of a refused glob its error shows.
+/// The part of a refused glob that its error shows.
 const SHOWN_CHARS: usize = 100;
 
 /// A compiled glob.
@@ -94,7 +94,7 @@ fn invalid(pattern: &str, reason: &str) -> ErrorDetail {
     ErrorDetail::new(ErrorCode::InvalidPattern, format!("'{shown}' is not a valid glob: {reason}"))
 }
 
-/// How deep braces are nested; escaped braces and braces in a class (`[{]`) are literal.
+/// The depth of nested braces; escaped braces and braces in a class (`[{]`) are literal.
 fn brace_depth(pattern: &str) -> usize {
     let mut depth = 0_usize;
     let mut deepest = 0;
@@ -121,8 +121,7 @@ fn brace_depth(pattern: &str) -> usize {
     deepest
 }
 
-/// Cuts off the directories that a glob begins with and that are no globs themselves: `src/a/*.rs` is `*.rs` in
-/// `src/a`. They needn't be searched for.
+/// Splits off the literal directories at the beginning of a glob, which need no search: `src/a/*.rs` is `*.rs` in `src/a`.
 pub(crate) fn split_directories(pattern: &str) -> (&str, &str) {
     let mut split = 0;
     for (at, _) in pattern.match_indices('/') {

@@ -8,7 +8,7 @@
 //! - Memory is bounded: by a fixed buffer (read, write), by the largest file that may be edited (edit), or by the
 //!   number and size of the matches an answer holds (glob, grep).
 //! - A file is replaced as a whole or not at all, and only where it was meant to be changed.
-//! - The same tree and the same request give the same answer, whatever the number of threads.
+//! - The same tree and the same request give the same answer for any number of threads.
 //! - Nothing blocks for ever: special files are refused, and every long loop looks at its `cancel` flag.
 
 mod confined_walk;

@@ -1,6 +1,6 @@
-//! From a path to a place in the file system that system calls can be made on.
+//! Resolves a path to a location, on which system calls are made.
 //!
-//! Without confinement the kernel resolves paths, so that a place costs no system call. With confinement the
+//! Without confinement the kernel resolves paths, so that a location costs no system call. With confinement the
 //! path is walked component by component: each directory is opened with `O_NOFOLLOW`, links are read and
 //! followed here, and a step that is neither inside a root nor on the way to one is refused. The result is an
 //! open directory and a name in it, so a link that appears later is not followed. (`openat2` would do this in one
@@ -23,14 +23,14 @@ use crate::error::{io_error, os_error, wrong_type};
 const MAX_LINKS: u32 = 40;
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 
-/// A place in the file system.
+/// A location in the file system.
 #[derive(Debug)]
 pub(crate) struct Location {
     /// The directory that `name` is in; none when `name` is absolute and the kernel may follow links.
     directory: Option<OwnedFd>,
     /// The last component, or the whole path.
     pub(crate) name: PathBuf,
-    /// The path by which the place can be named in answers and walked from.
+    /// The path for answers and walks.
     pub(crate) path: PathBuf,
 }
 
@@ -39,7 +39,7 @@ impl Location {
         self.directory.as_ref().map_or(CWD, |fd| fd.as_fd())
     }
 
-    /// Opens the place for reading without ever waiting (a FIFO would).
+    /// Opens it for reading. Never waits, also for a FIFO.
     pub(crate) fn open(&self) -> Result<File, Errno> {
         self.open_with(OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY)
     }
@@ -55,7 +55,7 @@ impl Location {
         statat(self.directory(), &self.name, flags)
     }
 
-    /// Opens the directory that the place is in, to list its names.
+    /// Opens its directory, to list the names.
     pub(crate) fn open_parent(&self) -> Result<OwnedFd, Errno> {
         let parent = match &self.directory {
             Some(_) => Path::new("."),
@@ -66,7 +66,7 @@ impl Location {
 }
 
 impl Context {
-    /// The place of something that should exist.
+    /// The location of a path that should exist.
     pub(crate) fn locate(&self, path: &RequestPath) -> Result<Location, ErrorDetail> {
         if self.confined_to.is_some() {
             return self.walk(path, false);
@@ -74,8 +74,8 @@ impl Context {
         Ok(Location { directory: None, name: path.os.clone(), path: path.shown.clone() })
     }
 
-    /// The place of a file that shall be written, links followed to the end, missing directories made if so wished;
-    /// with what is there now.
+    /// The location of a file to write, and its current state. Links are followed to the end. Missing directories are made if
+    /// `make_directories` is set.
     pub(crate) fn locate_for_write(
         &self,
         path: &RequestPath,
@@ -161,7 +161,7 @@ impl Context {
     }
 }
 
-/// The state of a walk: the directories from `/` to here, and what is left to do (last component first).
+/// The state of a walk: the directories from `/` to here, and the remaining components (last one first).
 struct Walk {
     directories: Vec<OwnedFd>,
     real: PathBuf,
@@ -169,7 +169,7 @@ struct Walk {
 }
 
 impl Walk {
-    /// Puts the components of a path in front of what is left; an absolute one starts again at `/`.
+    /// Puts the components of a path before the remaining ones. An absolute path starts again at `/`.
     fn prepend(&mut self, path: &Path) {
         if path.is_absolute() {
             self.directories.truncate(1);

@@ -1,6 +1,6 @@
 //! The messages between the guest agent and the search process.
 //!
-//! Requests and replies are JSON, each after its length in four bytes, little end first.
+//! Requests and replies are JSON. Each follows its length, which is four bytes (little-endian).
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;

@@ -3,7 +3,7 @@
 //! `.gitignore` (also where there is no repository), `.ignore` and `.rgignore` are followed, of the directories
 //! above the root too; the user's global ignore file is not, so that a workspace gives the same answer everywhere.
 //! Left out are `.git`, the guest agent's own directory, temporary files of write, and, when all of `/` is walked,
-//! the kernel's file systems. What is given as the root is searched whatever its name. Links are not followed.
+//! the kernel's file systems. The root itself is never excluded. Links are not followed.
 //!
 //! There are two walks: ripgrep's own, which uses paths and is fast, and one for confined contexts, which uses descriptors, so
 //! that a process can't lead it outside by swapping directories with links (see `confined_walk`).
@@ -25,12 +25,12 @@ use crate::write::{TEMPORARY_PREFIX, TEMPORARY_SUFFIX};
 
 const MAX_THREADS: usize = 4;
 
-/// Where a search starts.
+/// The root of a search.
 #[derive(Debug)]
 pub(crate) struct Root {
     /// The prefix of all paths in the answer.
     pub(crate) path: PathBuf,
-    /// What it is.
+    /// Its type.
     pub(crate) file_type: FileType,
     /// The root, open.
     pub(crate) file: File,

@@ -106,7 +106,7 @@ impl FileWriter {
         }
         let (temporary, file) =
             create_temporary(&location, existing.is_some()).map_err(|errno| match (errno, &existing) {
-                // The file is there, so it is its directory that takes no new file, as those of `/proc`.
+                // The file exists, so its directory takes no new files, as those of `/proc`.
                 (Errno::NOENT, Some(_)) => os_error("write", &location.path, Errno::PERM),
                 _ => os_error("write", &location.path, errno),
             })?;

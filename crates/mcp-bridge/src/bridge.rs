@@ -45,7 +45,7 @@ pub(crate) struct State {
     pub(crate) initialized: Option<Initialized>,
     lines: Lines,
     /// The time of the last output.
-    heard: Instant,
+    last_output: Instant,
     /// Lines that were ignored.
     dropped: u64,
 }
@@ -70,7 +70,7 @@ impl Bridge {
             writer: None,
             initialized: None,
             lines: Lines::new(MAX_LINE_BYTES),
-            heard: Instant::now(),
+            last_output: Instant::now(),
             dropped: 0,
         };
         let down = Phase::Down { why: "the server has not been started yet".into(), is_brief: true };
@@ -110,7 +110,7 @@ impl Bridge {
 
     /// The time since the last output of the process.
     pub fn silence(&self) -> Duration {
-        self.state().heard.elapsed()
+        self.state().last_output.elapsed()
     }
 
     /// Connects a process. Gives the lines that are to be written to it.
@@ -119,7 +119,7 @@ impl Bridge {
         let mut state = self.state();
         state.writer = Some(sender);
         state.lines = Lines::new(MAX_LINE_BYTES);
-        state.heard = Instant::now();
+        state.last_output = Instant::now();
         drop(state);
         self.0.phase.send_replace(Phase::Starting);
         Outgoing(receiver)
@@ -147,7 +147,7 @@ impl Bridge {
     pub fn receive(&self, bytes: &[u8]) {
         let mut replies = Vec::new();
         let mut state = self.state();
-        state.heard = Instant::now();
+        state.last_output = Instant::now();
         let State { routes, lines, dropped, .. } = &mut *state;
         lines.take(bytes, |line| {
             match incoming::route(routes, self.0.role, &line) {
@@ -271,7 +271,7 @@ impl Bridge {
             return false;
         };
         let _ = exchange.next().await;
-        self.state().heard > begun
+        self.state().last_output > begun
     }
 
     /// Sends a client's notification to the process.

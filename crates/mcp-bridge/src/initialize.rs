@@ -75,14 +75,14 @@ fn read(answer: &str) -> Result<Initialized, BridgeError> {
     Ok(Initialized { result: result.into(), protocol_version })
 }
 
-/// Tells all clients that the lists of the server may have changed, because a new process may offer other things.
+/// Notifies all clients that the lists of the server may have changed, because a new process may offer other things.
 fn announce_changes(routes: &Routes, result: &str) {
     let capabilities = Members::of(result).and_then(|result| Members::of(result.get("capabilities")?));
     for kind in ["tools", "resources", "prompts"] {
         let declared = capabilities.as_ref().and_then(|all| Members::of(all.get(kind)?));
         if declared.is_some_and(|declared| declared.get("listChanged") == Some("true")) {
             let method = format!("notifications/{kind}/list_changed");
-            routes.tell_all(&notification_line(&method, None));
+            routes.send_to_all(&notification_line(&method, None));
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Routing by ids, progress tokens and subscriptions. No I/O and no waiting: lines in, lines out.
+//! Routing by ids, progress tokens and subscriptions. No I/O and no waiting.
 //!
-//! The bridge gives each request an id of its own, which is never used twice and replaces the progress token, too. An answer or
+//! The bridge gives each request its own id, which is never used twice and also replaces the progress token. An answer or
 //! progress with that id goes to the client of the request, with the client's id and token. So clients can't see or disturb
-//! each other, whatever ids they choose, and an answer that comes late or twice is ignored.
+//! each other by their choice of ids, and an answer that comes late or twice is ignored.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -273,7 +273,7 @@ impl Routes {
                 "too many requests to the client",
             ));
         };
-        if self.tell_one(message.to_line(&[]), true) {
+        if self.send_to_any(message.to_line(&[]), true) {
             self.asked.insert(id);
             return Taken::Routed;
         }
@@ -309,8 +309,8 @@ impl Routes {
         }
         let line = message.to_line(&[]);
         if role == Role::Exclusive {
-            let told = self.tell_one(line, !is_about_the_server(method));
-            return if told { Taken::Routed } else { Taken::Dropped("the client does not listen") };
+            let is_sent = self.send_to_any(line, !is_about_the_server(method));
+            return if is_sent { Taken::Routed } else { Taken::Dropped("the client does not listen") };
         }
         let listeners: Vec<ClientId> = match subscription_uri(message) {
             Some(uri) if method == methods::RESOURCE_UPDATED => {
@@ -326,21 +326,21 @@ impl Routes {
             }
         }
         for client in listeners {
-            self.tell(client, line.clone(), !is_about_the_server(method));
+            self.send_to(client, line.clone(), !is_about_the_server(method));
         }
         Taken::Routed
     }
 
-    /// Sends a line to the only client.
-    fn tell_one(&self, line: String, in_a_request: bool) -> bool {
+    /// Sends a line to the only client, if it listens or has a request.
+    fn send_to_any(&self, line: String, in_a_request: bool) -> bool {
         let client = self.clients.keys().next().copied();
         client
             .or_else(|| self.pending.values().next_back().map(|pending| pending.client))
-            .is_some_and(|client| self.tell(client, line, in_a_request))
+            .is_some_and(|client| self.send_to(client, line, in_a_request))
     }
 
     /// Sends a line to a client, if possible on the stream of its latest request. False when its queue is full or missing.
-    fn tell(&self, client: ClientId, line: String, in_a_request: bool) -> bool {
+    fn send_to(&self, client: ClientId, line: String, in_a_request: bool) -> bool {
         let latest = self.pending.values().rev().find(|pending| in_a_request && pending.client == client);
         match (latest, self.clients.get(&client)) {
             (Some(pending), _) => offer(&pending.sender, Item::Message(line)),
@@ -391,7 +391,7 @@ impl Routes {
     }
 
     /// Sends a line to all clients.
-    pub(crate) fn tell_all(&self, line: &str) {
+    pub(crate) fn send_to_all(&self, line: &str) {
         for sender in self.clients.values() {
             let _ = sender.try_send(line.to_owned());
         }

@@ -24,7 +24,7 @@ impl World {
         Self { bridge, outgoing }
     }
 
-    /// What the process reads next: all lines that wait.
+    /// The lines that wait for the process.
     async fn read(&mut self) -> Vec<Value> {
         let bytes = tokio::time::timeout(SOON, self.outgoing.next(1)).await.unwrap().unwrap();
         let text = String::from_utf8(bytes).unwrap();

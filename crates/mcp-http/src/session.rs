@@ -123,7 +123,7 @@ impl<C: Caller> Session<C> {
         &self.ended
     }
 
-    /// Ends the session, whoever still holds it.
+    /// Ends the session, for all holders.
     pub(crate) fn close(&self) {
         self.ended.cancel();
         self.peer.close();
@@ -260,7 +260,7 @@ impl<C: Caller> Drop for RunningRequest<C> {
         let Some((exchange, session)) = self.exchange.take() else { return };
         // Without a runtime the server ends, and its requests with it.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        // No client has an id of an event of this request, so nobody can come back for its answer.
+        // No client has an id of an event of this request, so none can ask for its answer later.
         runtime.spawn(discard(exchange, session));
     }
 }

@@ -107,7 +107,7 @@ pub trait WorkspaceProvider: Send + Sync {
     /// Configures the agent of a running sandbox: variables, directories of the file tools, limits.
     async fn configure(&self, spec: &SandboxSpec, channel: &GuestClient) -> Result<(), ProviderError>;
 
-    /// Returns what the user of a sandbox should know: reduced isolation, lowered limits.
+    /// Returns warnings for the user of a sandbox: reduced isolation, lowered limits.
     async fn warnings(&self, spec: &SandboxSpec) -> Vec<String>;
 
     /// Explains why a sandbox ended. None: it runs, or the reason is unknown.

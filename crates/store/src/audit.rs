@@ -121,7 +121,7 @@ pub struct AuditRecord {
     pub hash: String,
 }
 
-/// Which rows to list; all unless said otherwise.
+/// The rows to list. The default is all rows.
 #[derive(Clone, Debug, Default)]
 pub struct AuditFilter {
     /// Of this workspace.
@@ -146,7 +146,7 @@ pub struct AuditPage {
 }
 
 impl AuditEntry {
-    /// The entry as both engines give it back, which is what is hashed.
+    /// The entry as both engines return it. Its hash is made of this form.
     fn normalized(mut self) -> Self {
         let clean_some = |text: Option<String>| text.map(|text| clean(&text).into_owned());
         self.at = to_microseconds(self.at);

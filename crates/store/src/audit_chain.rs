@@ -6,8 +6,8 @@
 //!
 //! The encoding has every column in a fixed order, each with its length, so no two rows have the same one. The
 //! sequence number and hash of the last row, the head, are kept outside the table; so a row that was changed,
-//! removed, put elsewhere or cut off the end is found. Whoever can write the whole database can also compute a
-//! new chain: to notice that, keep a copy of the head elsewhere.
+//! removed, put elsewhere or cut off the end is found. A program that can write the whole
+//! database can also compute a new chain. To detect that, keep a copy of the head elsewhere.
 //!
 //! Retention removes rows from the begin of the log. The sequence number and hash of the last removed row, the
 //! *anchor*, are kept outside the table too: the chain begins there, so the first kept row must name the anchor's
@@ -35,10 +35,10 @@ pub struct BrokenAudit {
     pub fault: AuditFault,
 }
 
-/// In what way the audit log is not what was written.
+/// How the audit log differs from the log that was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AuditFault {
-    /// The row's content is not what its hash says.
+    /// The row's content does not match its hash.
     Changed,
     /// The row does not follow the one before it: one of the two was replaced or moved.
     Unlinked,

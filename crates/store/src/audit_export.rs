@@ -26,7 +26,7 @@ pub struct BrokenExport {
     pub fault: ExportFault,
 }
 
-/// In what way exported rows are not what was written.
+/// How exported rows differ from the rows that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportFault {
     /// The line is not a row as the export writes it.
@@ -182,7 +182,7 @@ impl AuditRecord {
     }
 }
 
-/// Reads a line. What the hash does not cover must not be in it: no other field, no finer time.
+/// Reads a line. Content that the hash does not cover is refused: other fields, finer times.
 fn parse(line: &str) -> Option<AuditRecord> {
     if line.len() > MAX_LINE_BYTES {
         return None;
@@ -250,7 +250,7 @@ mod tests {
         let all = lines(10);
         let summary = verify_export(&all, Some(&anchor(&all[9]))).unwrap();
         assert_eq!((summary.first_seq, summary.last_seq, summary.last_hash), (1, 10, anchor(&all[9]).hash));
-        // An interrupted cut leaves the anchor in the middle; the log goes on where the anchor is.
+        // An interrupted cut leaves the anchor in the middle. The log continues at the anchor.
         for cut in [0, 4, 9] {
             verify_export(&all, Some(&anchor(&all[cut]))).unwrap();
         }

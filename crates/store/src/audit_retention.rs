@@ -61,8 +61,8 @@ pub struct AuditCut {
 }
 
 impl AuditCut {
-    /// For [`AuditEntry::request`](crate::AuditEntry::request): with the anchor's hash in the chain, whoever
-    /// changes the anchor later contradicts a row of the log.
+    /// For [`AuditEntry::request`](crate::AuditEntry::request). It puts the anchor's hash into the chain, so that a later change
+    /// of the anchor contradicts a row of the log.
     pub fn summary(&self) -> Value {
         json!({
             "removed": self.removed,
@@ -116,7 +116,7 @@ impl Store {
             .fetch_all(&mut self.db().reader().await?)
             .await?;
         let rows = rows.iter().map(AuditRow::from_row).collect::<Result<Vec<_>>>()?;
-        // Another server has cut what this export has not seen yet.
+        // Another server has cut rows that this export has not read yet.
         if let (Some(after), Some(first)) = (after, rows.first())
             && first.seq != after + 1
         {
@@ -140,7 +140,7 @@ impl Store {
                 }
                 (Err(error), None) => return Err(error),
                 (Err(error), Some(cut)) => {
-                    // What was removed must be told all the same. The next cut meets the error again.
+                    // The result must still report the removed rows. The next cut meets the error again.
                     tracing::warn!(
                         last_seq = cut.anchor.seq,
                         error = &error as &dyn std::error::Error,

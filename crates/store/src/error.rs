@@ -82,7 +82,7 @@ pub enum StoreError {
         /// The limit.
         limit: u32,
     },
-    /// The audit log is not what was written.
+    /// The audit log was changed.
     #[error("the audit log is broken")]
     AuditBroken(#[source] BrokenAudit),
     /// A sealed value can't be read.
@@ -116,7 +116,7 @@ pub enum StoreError {
     InUse {
         /// The database file.
         path: PathBuf,
-        /// The process that has it, if it said so.
+        /// The process that has it, if it is known.
         pid: Option<u32>,
     },
     /// The database URL can't be used.
@@ -170,7 +170,7 @@ impl StoreError {
         move |source| Self::File { doing, path, source }
     }
 
-    /// Whether the database itself failed, and not what was asked of it.
+    /// Whether the database failed, and not the request.
     pub(crate) fn is_of_database(&self) -> bool {
         matches!(self, Self::Unavailable(_) | Self::Unwritable(_) | Self::DamagedFile(_) | Self::Database(_))
     }
@@ -203,7 +203,7 @@ impl From<sqlx::Error> for StoreError {
 
 /// The class of a database's error code.
 enum ErrorClass {
-    /// The same call may succeed later without anybody changing it.
+    /// The same call may succeed later.
     Transient,
     /// The disk is full, or the file is read-only.
     Unwritable,

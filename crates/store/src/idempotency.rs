@@ -128,8 +128,8 @@ impl EarlierRequest {
 }
 
 impl Store {
-    /// Begins a request, or finds the same request that was sent before. `resource_id` is what the request will make,
-    /// if its id is known already.
+    /// Begins a request, or finds the same request that was sent before. `resource_id` is the id of the resource that the
+    /// request creates, if it is known already.
     pub async fn begin_idempotent(
         &self,
         request: &IdempotentRequest,

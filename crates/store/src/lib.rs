@@ -6,8 +6,8 @@
 //!
 //! Invariants:
 //! - A change is on disk before its call returns: it survives `kill -9` and a power cut.
-//! - A change that depends on what was there before (the concurrency limit, a change of status, the audit
-//!   chain) is one transaction, so it holds however many callers come at once.
+//! - A change that depends on the state before it (the concurrency limit, a change of status, the audit chain) is one
+//!   transaction, so it is correct with any number of concurrent callers.
 //! - No secret is stored in the clear: tokens are hashed, environments are sealed ([`seal`]), git URLs carry none.
 //! - Every statement is bounded in time.
 

@@ -212,7 +212,7 @@ fn real_path(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Makes the file, or takes it away from everybody but its owner. SQLite gives its side files the same mode.
+/// Creates the file, or removes the rights of others from it. SQLite gives its side files the same mode.
 fn make_private(path: &Path) -> Result<()> {
     let file = OpenOptions::new()
         .read(true)

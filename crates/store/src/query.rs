@@ -41,7 +41,7 @@ impl Table {
     }
 }
 
-/// A parameter of a statement. `None` is NULL; PostgreSQL must know its type all the same.
+/// A parameter of a statement. `None` is NULL, which has a type in PostgreSQL too.
 pub(crate) enum Argument {
     Text(Option<String>),
     Integer(Option<i64>),

@@ -1,7 +1,7 @@
 //! Encrypts secrets for the database.
 //!
 //! AES-256-GCM with a random nonce. The place of a value (table, column, row id) is associated data, so a sealed
-//! value that somebody copies to another row or column does not open there. Layout:
+//! value that is copied to another row or column does not open there. Layout:
 //!
 //! ```text
 //! version 1 │ key id (8) │ nonce (12) │ ciphertext │ tag (16)
@@ -219,7 +219,7 @@ impl SealingKey {
         Some(self.seal(environment_of(id), &Zeroizing::new(json)))
     }
 
-    /// Opens what [`seal_environment`](Self::seal_environment) gave.
+    /// Opens the result of [`seal_environment`](Self::seal_environment).
     pub fn open_environment(
         &self,
         id: WorkspaceId,

@@ -5,7 +5,7 @@
 //! hash, and the hash compared in constant time.
 //!
 //! Invariant: no call revokes the last usable admin token. A token is usable while it is neither revoked nor
-//! expired. Without a usable one nobody could create the next, and the installation would be locked. Calls that
+//! expired. Without a usable one no token could be created any more. Calls that
 //! revoke take [`Lock::Tokens`], so two of them can't each count on the token that the other one revokes.
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -252,7 +252,7 @@ impl Store {
         if found.token.last_used_at.is_none_or(|used| used <= due)
             && let Err(error) = self.note_use(found.token.id, now, due).await
         {
-            // The token is good all the same.
+            // The token is valid without it.
             tracing::warn!(token_id = %found.token.id, error = &error as &dyn std::error::Error,
                 "can't write when the token was last used");
         }

@@ -110,7 +110,7 @@ pub struct WorkspaceRecord {
     pub name: Option<String>,
 }
 
-/// Which workspaces to list; all unless said otherwise.
+/// The workspaces to list. The default is all workspaces.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct WorkspaceFilter {
     /// Of this kind.

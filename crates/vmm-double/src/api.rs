@@ -30,8 +30,8 @@ struct State {
     plan: Plan,
     machine: Option<Machine>,
     is_paused: bool,
-    /// Whether the guest was told of a vsock reset since it was paused. A snapshot of its memory tells it.
-    is_reset_told: bool,
+    /// Whether the guest was notified of a vsock reset since it was paused. A snapshot of its memory notifies it.
+    is_reset_sent: bool,
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -168,9 +168,9 @@ impl Vmm {
         machine.set_paused(pause).await?;
         state.is_paused = pause;
         if pause {
-            state.is_reset_told = false;
-        } else if !state.is_reset_told {
-            // As in Firecracker 1.16.1: vsock waits for the guest to confirm a reset that the guest was never told of.
+            state.is_reset_sent = false;
+        } else if !state.is_reset_sent {
+            // As in Firecracker 1.16.1: vsock waits for the guest to confirm a reset that was never sent to it.
             machine.open_vsock(false);
         }
         Ok(())
@@ -181,7 +181,7 @@ impl Vmm {
         if !state.is_paused {
             bail!("The microVM must be paused.");
         }
-        state.is_reset_told = true;
+        state.is_reset_sent = true;
         let plan = serde_json::to_vec(&state.plan)?;
         let machine = state.machine.as_mut().context("The microVM is not started.")?;
         machine.copy_memory(&self.inside(&body["mem_file_path"])?).await?;
@@ -200,7 +200,7 @@ impl Vmm {
         state.machine = Some(Machine::start(&self.settings, &self.root, &plan, Some(&memory)).await?);
         state.plan = plan;
         state.is_paused = true;
-        state.is_reset_told = true;
+        state.is_reset_sent = true;
         self.started.notify_one();
         if body["resume_vm"] == true {
             self.pause(state, &json!({ "state": "Resumed" })).await?;

@@ -224,7 +224,7 @@ fn is_connection_refused(error: &anyhow::Error) -> bool {
     error.to_string().contains("refused")
 }
 
-/// A program that is killed when this process ends, for whatever reason.
+/// A program that the kernel kills when this process ends.
 pub(crate) fn child(program: &Path) -> Command {
     let mut command = std::process::Command::new(program);
     // SAFETY: only a system call, between fork and exec.

@@ -1,11 +1,11 @@
-//! The vsock of a machine: a process beside QEMU, which can be unplugged, and in front of it a socket that stays.
+//! The vsock of a machine: a process beside QEMU, which can be restarted, behind a socket that stays.
 //!
 //! ```text
 //!  v.sock (here) ──▶ gate ──▶ vhost.uds ─ vhost-device-vsock ─ vhost.sock ─ QEMU
 //!  v.sock_1025 ◀── link ── vhost.uds_1025 ◀┘
 //! ```
 //!
-//! A connection before the guest's driver is ready would break that process for good. So connections wait at the gate until
+//! A connection before the guest's driver is ready would break that process permanently. So connections wait at the gate until
 //! the driver is ready.
 
 use std::fs;

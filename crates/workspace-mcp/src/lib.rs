@@ -10,7 +10,7 @@
 //! The tools are those of the REST API: the same requests, answers and errors, with the same names. This crate knows neither the
 //! tools nor the way they run: both are behind [`Tools`].
 //!
-//! Invariants: calls and output on its way are bounded. A call is dropped, and so cancelled, when its client cancels it or
+//! Invariants: the number of calls and the queued output are bounded. A call is dropped, and so cancelled, when its client cancels it or
 //! when its session or the server ends. A slow client slows neither a command nor other calls of its session.
 
 mod peer;

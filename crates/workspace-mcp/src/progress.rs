@@ -1,4 +1,4 @@
-//! A command's output on its way to a client that wants to see it.
+//! Sends a command's output to a client that has asked for progress.
 //!
 //! ```text
 //!  command ─▶ OutputSink::write ─▶ the newest 4 KiB ─▶ notifications/progress, at most ten a second

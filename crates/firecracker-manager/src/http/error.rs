@@ -11,7 +11,7 @@ use crate::guest::GuestError;
 use crate::launch::LaunchError;
 use crate::vmm::VmmError;
 
-/// An error on its way to the client.
+/// An error as the client gets it.
 #[derive(Debug)]
 pub(crate) struct ApiError(ErrorDetail);
 

@@ -65,7 +65,7 @@ impl Git {
         }
     }
 
-    /// The same, able to commit: the fallback identity fills what nobody has set.
+    /// The same with an identity for commits: the fallback identity fills the parts that are not set.
     pub(super) fn with_identity(&self) -> Self {
         // Exits with an error when no key is set.
         let list = ["config", "--name-only", "--get-regexp", IDENTITY_KEYS];
@@ -118,7 +118,7 @@ impl Git {
         }
     }
 
-    /// Runs git to its end, whatever its exit status.
+    /// Runs git to its end. A failure of git is not an error here.
     fn execute(
         &self,
         arguments: &[&str],
@@ -202,8 +202,7 @@ fn refused(error: &std::io::Error) -> ErrorDetail {
     ErrorDetail::new(ErrorCode::LimitReached, error.to_string())
 }
 
-/// The variables that give the author and the committer what neither the set `keys` of git's configuration nor the
-/// `environment` gives them.
+/// Variables for the parts of author and committer that neither the `keys` of git's configuration nor the `environment` set.
 fn missing_identity(keys: &str, environment: &BTreeMap<String, String>) -> BTreeMap<String, String> {
     let is_set = |section: &str, field: &str| {
         let key = format!("{section}.{field}").to_lowercase();
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fallback_identity_fills_only_what_nobody_has_set() {
+    fn the_fallback_identity_fills_only_parts_that_are_not_set() {
         let all = ["GIT_AUTHOR_EMAIL", "GIT_AUTHOR_NAME", "GIT_COMMITTER_EMAIL", "GIT_COMMITTER_NAME"];
         assert_eq!(missing("", &[]), all);
         assert_eq!(missing("user.name\nuser.email\n", &[]), [""; 0]);

@@ -1,7 +1,6 @@
-//! Runs a test in namespaces of its own: an agent thinks that it has a sandbox to itself, and its ports, processes and
-//! files meet nobody else's.
+//! Runs a test in its own namespaces, so that its agent has its own ports, processes and files.
 #![allow(dead_code, reason = "each test binary uses a part")]
-#![allow(clippy::unwrap_used, reason = "a test that fails shall say where")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -24,7 +23,7 @@ pub(crate) fn inside(name: &str, workspace_bytes: u64, test: impl AsyncFnOnce())
     let root = tempfile::tempdir().unwrap();
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sandbox/enter.sh");
     let mut command = Command::new("unshare");
-    // Ids are mapped for a user who is not root.
+    // Without root, user ids are mapped.
     if std::fs::metadata("/proc/self").is_ok_and(|own| std::os::unix::fs::MetadataExt::uid(&own) != 0) {
         command.arg("--map-root-user");
     }

@@ -1,7 +1,7 @@
 //! The unified diff of an edit, made from the places that were replaced rather than by comparing two files.
 //!
-//! Replacements that touch the same lines are put together, the lines they share with the old text are taken off,
-//! and what is left is compared line by line if it is small. So the diff costs one pass over the file.
+//! Replacements that touch the same lines are merged. Equal lines at both ends are removed, and a small rest is compared line by
+//! line. So the diff costs one pass over the file.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -21,7 +21,7 @@ const MAX_SHOWN_CHANGE_BYTES: usize = 1 << 20;
 /// Changes with more pairs of lines are shown as all lines removed, all lines added.
 const MAX_COMPARED_PAIRS: usize = 250_000;
 
-/// A place in the old content and what replaces it.
+/// A range of the old content, and its replacement.
 #[derive(Debug)]
 pub(super) struct Replacement<'a> {
     pub(super) range: Range<usize>,
@@ -130,11 +130,11 @@ struct DiffWriter<'a> {
     content: &'a [u8],
     text: String,
     hunk: Option<Hunk>,
-    /// Up to where the file is in a hunk.
+    /// The end of the part of the file that is in a hunk.
     written: usize,
     /// The number of the line that begins at this place of the file, from 1.
     cursor: (usize, usize),
-    /// How many lines more the new file has so far.
+    /// The number of lines that the new file has more so far.
     added: usize,
     removed: usize,
     lines_changed: u64,
@@ -184,7 +184,7 @@ impl<'a> DiffWriter<'a> {
         self.removed += old.len();
     }
 
-    /// Goes on to `start`: with context lines inside the hunk, or with a new hunk.
+    /// Advances to `start`: with context lines inside the hunk, or with a new hunk.
     fn reach(&mut self, start: usize) {
         let content = self.content;
         let gap = &content[self.written..start];
@@ -290,12 +290,12 @@ fn count_lines(text: &[u8]) -> usize {
     memchr_iter(b'\n', text).count() + usize::from(!text.is_empty() && !text.ends_with(b"\n"))
 }
 
-/// Where the line that `at` is in begins.
+/// The start of the line at `at`.
 fn line_start(content: &[u8], at: usize) -> usize {
     memrchr(b'\n', &content[..at]).map_or(0, |feed| feed + 1)
 }
 
-/// Where the line that `at` is in ends, behind its line feed.
+/// The end of the line at `at`, behind its line feed.
 fn line_end(content: &[u8], at: usize) -> usize {
     memchr(b'\n', &content[at..]).map_or(content.len(), |feed| at + feed + 1)
 }

@@ -10,16 +10,16 @@ use memchr::memmem::Finder;
 use super::line_endings::{has_crlf, to_crlf, to_lf};
 use crate::error::check_cancel;
 
-/// Where the text is.
+/// The places of the text.
 #[derive(Debug, Default)]
 pub(super) struct Places {
     /// In order, not overlapping.
     pub(super) ranges: Vec<Range<usize>>,
-    /// How the new text must be fitted to the place.
+    /// How the line ends of the new text are converted.
     pub(super) line_ends: NewLineEnds,
 }
 
-/// The conversion of the new text's line ends.
+/// A conversion of the new text's line ends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum NewLineEnds {
     /// They become those of the place: the caller wrote no `\r`.

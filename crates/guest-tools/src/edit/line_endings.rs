@@ -1,4 +1,4 @@
-//! Line ends: a text comes with `\n`, the file may have `\r\n`, and the file's way is kept.
+//! Line ends: texts of requests have `\n`, a file may have `\r\n`, and an edit keeps those of the file.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -43,11 +43,11 @@ pub(super) fn has_crlf(text: &[u8]) -> bool {
     memmem::find(text, b"\r\n").is_some()
 }
 
-/// Tells which line end is in use where a match is: that of the first line end in it, else of the next one behind
-/// it, else of the last one before it. Ranges must come in order; then all questions together cost one pass.
+/// Finds the line end that is used at a match: the first one in it, else the next one behind it, else the last one before it.
+/// Matches must be given in order, so that all of them together cost one pass.
 pub(super) struct LocalLineEnds<'a> {
     content: &'a [u8],
-    /// The first line feed at or behind the last place that was asked about; the length when there is none.
+    /// The first line feed at or behind the last match; the length when there is none.
     next: Option<usize>,
 }
 

@@ -33,7 +33,7 @@ const LEAST_SIMILARITY: f64 = 0.5;
 /// With more candidate blocks, the first and the last line are too common to be anchors.
 const MAX_ANCHORED_BLOCKS: usize = 100;
 
-/// A place and the part of the new text that goes there.
+/// A place, and the part of the new text for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Match {
     pub(super) range: Range<usize>,
@@ -83,8 +83,7 @@ impl<'a> Search<'a> {
         Self { body, old, new, file: Lines::new(body), block: Lines::new(old), wanted, cancel }
     }
 
-    /// Tries the matchers in order. The last resort is a matcher that found several places: the caller must say
-    /// which is meant.
+    /// Tries the matchers in order. If none decides, the result is that of the first matcher that found several places.
     pub(super) fn run(&self, replace_all: bool) -> Result<Option<Found<'a>>, ErrorDetail> {
         let mut ambiguous = None;
         if self.old.trim_ascii().is_empty() {
@@ -172,7 +171,7 @@ impl<'a> Search<'a> {
         fitted
     }
 
-    /// Whether white space (or an end of the file) is where the old text begins or ends with white space.
+    /// Whether the file has white space (or its end) where the old text begins or ends with white space.
     fn has_room(&self, words: &Range<usize>) -> bool {
         let is_blank = |byte: Option<&u8>| byte.is_none_or(u8::is_ascii_whitespace);
         let before = words.start.checked_sub(1).and_then(|at| self.body.get(at));

@@ -132,7 +132,7 @@ fn replace(
         Err(error) if error.code == ErrorCode::FileNotFound => return Err(missing()),
         Err(error) => return Err(error),
     };
-    // What is there at the end is compared with this, taken before the file is opened: no change goes unseen.
+    // Taken before the file is opened and compared at the end, so that every change in between is found.
     check_file(&location.path, &stat)?;
     let file = location.open().map_err(|errno| open_failure("edit", &location, errno))?;
     let content = read_whole(file, &stat, &location.path)?;
@@ -196,7 +196,7 @@ fn check_file(path: &Path, stat: &Stat) -> Result<(), ErrorDetail> {
     }
 }
 
-/// Refuses a file that is not the version the caller knows; no content: there is no file.
+/// Refuses a file that has another version than the caller's. Without content there is no file.
 fn check_expected(request: &EditRequest, content: Option<&[u8]>, path: &Path) -> Result<(), ErrorDetail> {
     let current = content.map(|content| {
         let mut hasher = Sha256::new();

@@ -1,4 +1,4 @@
-//! Decides where the new text goes: the exact matcher first, then the tolerant ones, and the failures in between.
+//! Decides the places of the new text: the exact matcher is tried first, then the tolerant ones.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -15,12 +15,12 @@ use crate::text::BOM;
 
 /// Larger files are only searched for the exact text.
 const MAX_TOLERANT_BYTES: usize = 4 << 20;
-/// More replacements than this are a job for a program.
+/// The most replacements of one edit.
 const MAX_REPLACEMENTS: usize = 1_000_000;
-/// Places that are named when there are several.
+/// The most places that an error names.
 const MAX_NAMED_PLACES: usize = 10;
 
-/// What is to be done: where, and with which text.
+/// The places of an edit, and their new text.
 #[derive(Debug)]
 pub(super) struct Plan<'a> {
     pub(super) matched_by: &'static str,
@@ -104,7 +104,7 @@ impl<'a> Plan<'a> {
     pub(super) fn replacements(&self, content: &[u8]) -> Vec<Replacement<'_>> {
         let mut local = LocalLineEnds::new(content);
         let extra = |part: &[u8]| to_crlf(part).len() - part.len();
-        // How much longer what is cut off at the ends is with `\r\n`; the same for all matches of a kind.
+        // The parts that a match cuts off the new text are longer with `\r\n`.
         self.matches
             .iter()
             .map(|found| {

@@ -1,4 +1,4 @@
-//! How alike two blocks of lines are.
+//! The similarity of two blocks of lines.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::text::edit_distance;
 const MAX_COMPARED_LINE: usize = 256;
 const MAX_COMPARED_PAIRS: usize = 4096;
 
-/// How much of the lines `block[inner]` is found, in order, in the lines `file[lines]`: from 0 (nothing) to 1 (all).
+/// The share of the lines `block[inner]` that the lines `file[lines]` have in the same order: from 0 to 1.
 /// Blank lines don't count.
 pub(super) fn block_similarity(
     block: &Lines<'_>,
@@ -47,7 +47,7 @@ pub(super) fn block_similarity(
     Ok(row[there.len()] / wanted.len() as f64)
 }
 
-/// How alike two lines are: 1 less the share of letters that must be changed (Levenshtein).
+/// The similarity of two lines: 1 less the share of letters that must be changed (Levenshtein).
 fn line_similarity(a: &[u8], b: &[u8], budget: &mut Budget<'_>) -> Result<f64, Stop> {
     let longest = a.len().max(b.len());
     if longest == 0 {

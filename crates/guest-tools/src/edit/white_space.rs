@@ -1,4 +1,4 @@
-//! White space and escapes: what the tolerant matchers look past.
+//! White space and escapes, which the tolerant matchers ignore.
 
 use std::borrow::Cow;
 
@@ -31,7 +31,7 @@ impl<'a> OriginalOffsets<'a> {
         Self { text, original: 0, normalized: 0 }
     }
 
-    /// Where byte `normalized` of the normalised form is in the text. Questions come in ascending order.
+    /// The place in the text of byte `normalized` of the normalised form. Calls must be in ascending order.
     pub(super) fn original(&mut self, normalized: usize) -> usize {
         while self.normalized < normalized {
             let was_blank = self.text[self.original].is_ascii_whitespace();
@@ -45,7 +45,7 @@ impl<'a> OriginalOffsets<'a> {
     }
 }
 
-/// Goes left over white space, across at most `line_feeds` line ends.
+/// Moves left over white space, across at most `line_feeds` line ends.
 pub(super) fn extend_left(text: &[u8], mut start: usize, mut line_feeds: usize) -> usize {
     while start > 0 && text[start - 1].is_ascii_whitespace() {
         if text[start - 1] == b'\n' {
@@ -59,7 +59,7 @@ pub(super) fn extend_left(text: &[u8], mut start: usize, mut line_feeds: usize) 
     start
 }
 
-/// Goes right over white space, across at most `line_feeds` line ends; never into the middle of a `\r\n`.
+/// Moves right over white space, across at most `line_feeds` line ends; never into the middle of a `\r\n`.
 pub(super) fn extend_right(text: &[u8], mut end: usize, mut line_feeds: usize) -> usize {
     while end < text.len() && text[end].is_ascii_whitespace() {
         let is_line_end = text[end] == b'\n' || text[end..].starts_with(b"\r\n");

@@ -1,8 +1,8 @@
 //! Keeps the first matches in the order of paths while files are searched in any order.
 //!
-//! Invariant: what is kept is a prefix of all matches found so far, sorted by path and line, and never more than
-//! one file beyond what the answer can hold. Once it is full, the last file kept is the border: files that sort
-//! behind it can't add anything and need not be searched. So the answer does not depend on who comes first.
+//! Invariant: the kept matches are a prefix of all matches found so far, sorted by path and line. They exceed the answer's limit
+//! by one file at most. Once the limit is reached, files that sort behind the last kept one are not searched. So the answer does
+//! not depend on the order of the search.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -12,9 +12,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use emergent_wire::tools::{GrepAnswer, GrepMatch};
 
-/// The most text an answer holds, whatever its number of matches.
+/// The most text in an answer.
 pub(super) const MAX_ANSWER_BYTES: usize = 512 << 10;
-/// Files named as skipped.
+/// The most files that an answer names as skipped.
 const MAX_SKIPPED: usize = 20;
 
 /// Shared by all threads of a search.
@@ -77,7 +77,7 @@ impl Collector {
         }
     }
 
-    /// One match more than the answer holds is enough: it tells that the answer is not all.
+    /// One match more than the limit is kept, to know that there are more.
     fn is_enough(&self, matches: usize, bytes: usize) -> bool {
         matches > self.limit || bytes > MAX_ANSWER_BYTES
     }
@@ -112,7 +112,7 @@ impl Collector {
     }
 }
 
-/// About the memory a match takes.
+/// About the memory of a match.
 pub(super) fn size(found: &GrepMatch) -> usize {
     let lines = found.before.iter().chain(&found.after).chain([&found.line, &found.file_path]);
     lines.map(|line| line.len() + 24).sum()

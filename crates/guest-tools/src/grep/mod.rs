@@ -38,7 +38,7 @@ use sink::{Limits, MatchSink};
 const MAX_LINE_BYTES: usize = 64 << 20;
 /// The largest compiled regular expression, and the largest cache of its automaton, for each thread.
 const MAX_REGEX_BYTES: usize = 32 << 20;
-/// How much of the library's explanation of an invalid pattern is given.
+/// The longest explanation of an invalid pattern.
 const MAX_REASON_BYTES: usize = 2000;
 
 /// Searches a file or a tree.
@@ -137,7 +137,7 @@ impl Search<'_> {
             .build()
     }
 
-    /// Searches a file that was named, whatever is ignored.
+    /// Searches a file that the request names. Ignore rules do not apply.
     fn explicit_file(&self, root: &Root) {
         let is_binary = self.file(&mut self.searcher(), &root.file, &root.path);
         if is_binary {
@@ -255,8 +255,8 @@ impl Visitor for TreeVisitor<'_> {
     }
 }
 
-/// A file that fills the buffer it is given, so that what is found does not depend on how much the file system
-/// gives at once, and that stops when the call is cancelled, which a large file without matches would not else.
+/// A file whose reads fill the buffer, so that the matches do not depend on the sizes of the file system's reads. A read fails
+/// when the call is cancelled, because the engine checks for that only at matches.
 struct FileReader<'a> {
     file: &'a File,
     is_at_end: bool,

@@ -10,7 +10,7 @@ use grep_searcher::{Searcher, Sink, SinkContext, SinkFinish, SinkMatch};
 use super::collector::{MAX_ANSWER_BYTES, size};
 use crate::text::{short_line, without_line_end};
 
-/// How much of each file is wanted.
+/// The limits of a search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     /// Matching lines in the whole answer.

@@ -20,7 +20,7 @@ use crate::location::Location;
 /// The most entries of an answer: an entry takes at least two bytes.
 const MAX_PAGE_ENTRIES: u64 = (MAX_READ_BYTES / 2) as u64;
 
-/// What the directory itself says about an entry.
+/// The kind of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Directory,
@@ -117,8 +117,8 @@ pub(super) fn list(
     })
 }
 
-/// Whether an entry is a directory or leads to one. Only links cost a system call (and file systems that do not
-/// say what an entry is).
+/// Whether an entry is a directory or leads to one. Only links cost a system call, and entries whose type the file system does not
+/// list.
 fn is_directory(context: &Context, location: &Location, name: &[u8], kind: Kind) -> bool {
     match kind {
         Kind::Directory => true,

@@ -3,10 +3,10 @@
 //! A file is read once, through a fixed buffer: the same pass numbers the page's lines, counts all lines and
 //! computes the SHA-256. Over 256 MiB only as much is read as the page needs, and count and hash are null.
 //!
-//! A file is read to its end, whatever size it reports: files of `/proc` report 0. A file that grows while it is read
+//! A file is read to its end and not to the size that it reports: files of `/proc` report 0. A file that grows while it is read
 //! is read up to 64 MiB, or up to the size it had when it was opened if that is more, so that reading always ends.
 //!
-//! What is shown: `\r\n` and `\n` both end a line and are not shown, a lone `\r` stays; a byte order mark is not
+//! Output: `\r\n` and `\n` both end a line and are not shown, a lone `\r` stays; a byte order mark is not
 //! shown; bytes that are not UTF-8 become U+FFFD. A line over 2000 characters is cut and says so. Following
 //! `next_offset` gives every line exactly once.
 

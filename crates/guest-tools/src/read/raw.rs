@@ -77,7 +77,7 @@ pub fn open_raw(context: &Context, path: &str) -> Result<RawFile, ErrorDetail> {
     let (size, left) = match (is_at_end, is_size_known) {
         (true, _) => (read, 0),
         (false, true) => (reported, reported - read),
-        // One more, so that a caller who reads `size` bytes asks once more at the bound and gets the failure.
+        // One more, so that a caller that reads `size` bytes reads once more at the bound and gets the failure.
         (false, false) => (MAX_FILE_BYTES + 1, MAX_FILE_BYTES - read),
     };
     let media_type = media_type(&head).to_owned();

@@ -1,11 +1,11 @@
-//! The arguments of all tools together: a tool takes what it needs.
+//! The arguments of all tools in one type. Each tool uses its own.
 
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
 #[derive(Default, Deserialize)]
 pub(crate) struct Arguments<'a> {
-    /// As JSON, quotes and all: it goes back as it came.
+    /// As JSON with its quotes, because it is sent back unchanged.
     #[serde(borrow)]
     text: Option<&'a RawValue>,
     name: Option<String>,
@@ -50,7 +50,7 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// What to say when an argument is not there.
+/// The error for a missing argument.
 pub(crate) fn missing(name: &str) -> String {
     format!("argument `{name}` is missing")
 }

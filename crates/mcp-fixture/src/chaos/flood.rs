@@ -1,4 +1,4 @@
-//! Writing without end, as fast as somebody reads.
+//! Endless output, as fast as it is read.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use crate::message::outgoing;
 use crate::mode::Mode;
 use crate::output::Output;
 
-/// Lines in one write: a write for each would be slower.
+/// Lines in one write. One write for each line would be slower.
 const LINES: usize = 500;
 
-/// Begins to flood, if that is the mode.
+/// Starts the flood, if the mode has one.
 pub(crate) fn start(mode: Mode, output: &Arc<Output>) {
     let output = Arc::clone(output);
     match mode {

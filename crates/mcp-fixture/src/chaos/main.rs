@@ -1,8 +1,9 @@
-//! An MCP server over stdio that misbehaves as told, for tests of what supervises and bridges such servers; when it
-//! behaves it is the tiny server of benchmarks.
+//! An MCP server over stdio that misbehaves in a chosen way, for tests of the supervisor and the bridge. In its normal mode it
+//! is the small server of the benchmarks.
 //!
-//! `mcp-chaos [MODE [NUMBER]]`, see [`mode::Mode`]. No runtime, no MCP library: lines in, lines out, a thread for each
-//! call that takes time. Messages are passed through as raw JSON where they can be, so that a test sees what arrived.
+//! `mcp-chaos [MODE [NUMBER]]`, see [`mode::Mode`]. It has no async runtime and no MCP library. It reads and writes lines, and
+//! each call that takes time has a thread. Parts of messages are sent back as raw JSON, so that a test sees the bytes that
+//! arrived.
 
 mod arguments;
 mod flood;
@@ -48,7 +49,7 @@ fn main() -> ExitCode {
             thread::park();
         }
     }
-    // Calls that still run are of no use to anybody.
+    // Ends the calls that still run.
     std::process::exit(0)
 }
 

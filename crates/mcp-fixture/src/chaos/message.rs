@@ -1,4 +1,4 @@
-//! What goes over the wire: messages in, with their parts left as they came, and lines out.
+//! Messages: read with their parts as raw JSON, written as lines.
 
 use std::borrow::Cow;
 
@@ -16,14 +16,14 @@ pub(crate) struct Message<'a> {
     pub(crate) params: Option<&'a RawValue>,
 }
 
-/// The params of `initialize` that matter.
+/// The parameters of `initialize` that are used.
 #[derive(Deserialize)]
 pub(crate) struct Initialize<'a> {
     #[serde(borrow, rename = "protocolVersion")]
     pub(crate) protocol_version: &'a RawValue,
 }
 
-/// The params of `tools/call`.
+/// The parameters of `tools/call`.
 #[derive(Deserialize)]
 pub(crate) struct Call<'a> {
     #[serde(borrow)]
@@ -34,7 +34,7 @@ pub(crate) struct Call<'a> {
     pub(crate) meta: Option<&'a RawValue>,
 }
 
-/// What of `_meta` matters.
+/// The members of `_meta` that are used.
 #[derive(Deserialize)]
 pub(crate) struct Meta<'a> {
     #[serde(borrow, rename = "progressToken")]
@@ -46,12 +46,12 @@ pub(crate) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// The result of a tool that has one text to say, which is JSON already.
+/// A result with one text. `text` is JSON.
 pub(crate) fn text_result(text: &str) -> String {
     format!(r#"{{"content":[{{"type":"text","text":{text}}}]}}"#)
 }
 
-/// The result of a tool with data, which is JSON already; the text says the same.
+/// A result with data, also as text. `data` is JSON.
 pub(crate) fn data_result(data: &str) -> String {
     let text = quoted(data);
     format!(r#"{{"content":[{{"type":"text","text":{text}}}],"structuredContent":{data}}}"#)
@@ -67,7 +67,7 @@ pub(crate) fn answer(id: &str, result: &str) -> String {
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":{result}}}\n")
 }
 
-/// The answer that a request was wrong.
+/// The answer to a request that failed.
 pub(crate) fn error(id: &str, code: i32, message: &str) -> String {
     let message = quoted(message);
     format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"error\":{{\"code\":{code},\"message\":{message}}}}}\n")

@@ -1,43 +1,43 @@
-//! The ways to misbehave.
+//! The modes of the server.
 
 use std::time::Duration;
 
-/// What the server does wrong.
+/// The fault of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Nothing.
+    /// None.
     Normal,
-    /// It goes on after the end of its input.
+    /// It keeps running after the end of its input.
     IgnoreEof,
-    /// It goes on after the end of its input and after SIGTERM.
+    /// It keeps running after the end of its input and after SIGTERM.
     IgnoreTerm,
-    /// It says "boom" on standard error and exits with 3 when it is to initialize.
+    /// On `initialize` it writes "boom" to standard error and exits with status 3.
     DieInInitialize,
     /// It answers `initialize` with an error.
     RefuseInitialize,
     /// It never answers.
     Silent,
-    /// It answers `initialize` and nothing else.
+    /// It answers only `initialize`.
     SilentAfterInit,
-    /// It exits with 1 this long after its start.
+    /// It exits with status 1 this long after its start.
     ExitAfter(Duration),
-    /// Once initialized it sends valid notifications without end.
+    /// After `initialize` it sends valid notifications without end.
     FloodStdout,
-    /// Once initialized it writes to standard error without end.
+    /// After `initialize` it writes to standard error without end.
     FloodStderr,
-    /// Once initialized it writes lines that are not JSON without end.
+    /// After `initialize` it writes lines that are not JSON without end.
     FloodJunk,
-    /// Once initialized it writes half a line; what it says next begins on a line of its own.
+    /// After `initialize` it writes half a line. Its next output starts on a new line.
     HalfLine,
-    /// It has a tool `long` whose answer is a line of so many bytes, not counting the line's end.
+    /// It has a tool `long`, whose answer is a line of this many bytes without the line end.
     LongLine(usize),
     /// It answers every `tools/call` twice.
     Twice,
-    /// Before every answer it answers a number and a text that nobody asked by.
+    /// Before every answer it sends two answers with ids that no request has: a number and a text.
     Stranger,
-    /// Before every answer it writes a line that is not JSON, an empty one, and an empty one that ends in CRLF.
+    /// Before every answer it writes a line that is not JSON, an empty line, and an empty line that ends with CRLF.
     Junk,
-    /// It waits this long before it reads anything.
+    /// It waits this long before it reads its input.
     SlowStart(Duration),
 }
 
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mode_is_a_word_and_where_it_needs_one_a_number() {
+    fn modes_are_parsed_and_wrong_arguments_are_refused() {
         assert_eq!(parse(""), Ok(Mode::Normal));
         assert_eq!(parse("ignore-term"), Ok(Mode::IgnoreTerm));
         assert_eq!(parse("exit-after 200"), Ok(Mode::ExitAfter(Duration::from_millis(200))));

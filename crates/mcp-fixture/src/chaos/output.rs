@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 /// Standard output without the buffer that the standard library puts before it.
 pub(crate) struct Output {
     file: Mutex<ManuallyDrop<File>>,
-    /// Answers that wait for a flood to let them through.
+    /// Answers that wait for the lock. A flood lets them go first.
     waiting: AtomicUsize,
 }
 
@@ -23,7 +23,7 @@ impl Output {
         Self { file: Mutex::new(file), waiting: AtomicUsize::new(0) }
     }
 
-    /// Writes something that ends with its last line's end. Nobody may be there any more to read it, and that is fine.
+    /// Writes whole lines. A closed output is not an error.
     pub(crate) fn write(&self, lines: &[u8]) {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let mut file = self.file.lock();
@@ -31,7 +31,7 @@ impl Output {
         let _ = file.write_all(lines);
     }
 
-    /// Writes unless there is something better to write; `false` when nobody reads any more.
+    /// Writes when no answer waits. False if the output is closed.
     pub(crate) fn flood(&self, lines: &[u8]) -> bool {
         while self.waiting.load(Ordering::Relaxed) > 0 {
             thread::yield_now();

@@ -1,4 +1,4 @@
-//! The process itself: its signals, who it is, and the children it leaves behind.
+//! The process: its signals, its identity, and child processes that outlive it.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -7,11 +7,11 @@ use std::thread;
 
 use serde_json::json;
 
-/// The argument that makes this program a mere sleeper; the next one says for how many seconds.
+/// The argument that makes this program sleep and exit. The next argument is the number of seconds.
 pub(crate) const SLEEPER: &str = "--sleep";
 
-/// Ends the process on SIGTERM, or not at all. As the first process of a container it would ignore the signal unless
-/// it handles it, so the well-behaved modes do.
+/// Lets SIGTERM end the process, or ignores it. The first process of a container ignores the signal unless it has a handler, so
+/// the handler is set.
 pub(crate) fn set_termination(ends: bool) {
     extern "C" fn end(_signal: libc::c_int) {
         // SAFETY: `_exit` may be called from a signal handler, which `std::process::exit` may not.
@@ -22,7 +22,7 @@ pub(crate) fn set_termination(ends: bool) {
     unsafe { libc::signal(libc::SIGTERM, handler) };
 }
 
-/// Who and where this is, as JSON.
+/// User, group, directory, arguments and id of the process, as JSON.
 pub(crate) fn whoami() -> String {
     // SAFETY: these calls take nothing and can't fail.
     let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
@@ -31,8 +31,8 @@ pub(crate) fn whoami() -> String {
     json!({"uid": uid, "gid": gid, "cwd": directory, "argv": argv, "pid": std::process::id()}).to_string()
 }
 
-/// Starts a process that sleeps in a session of its own, out of reach of who kills this one's process group. It may
-/// inherit standard output and error, so that they stay open when this process is gone.
+/// Starts a process that sleeps in a session of its own, so that killing this process group does not end it. It can inherit
+/// standard output and error, which keeps them open when this process has ended.
 pub(crate) fn spawn_sleeper(seconds: u64, inherit: bool) -> io::Result<u32> {
     let output = || if inherit { Stdio::inherit() } else { Stdio::null() };
     let mut command = Command::new(std::env::current_exe()?);

@@ -1,4 +1,4 @@
-//! Reading lines and answering them.
+//! Reads lines and answers them.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -13,12 +13,12 @@ use crate::mode::Mode;
 use crate::output::Output;
 use crate::{flood, say, tools};
 
-/// Notifications that are remembered for `received`; the rest is forgotten.
+/// The most notifications that are kept for `received`.
 const REMEMBERED: usize = 10_000;
 const NOT_FOUND: i32 = -32601;
 const REFUSED: i32 = -32000;
 
-/// The server; clones are the same one.
+/// The server. Clones share its state.
 #[derive(Clone)]
 pub(crate) struct Server {
     pub(crate) mode: Mode,
@@ -28,11 +28,11 @@ pub(crate) struct Server {
 
 #[derive(Default)]
 struct State {
-    /// Half a line is out that has to be ended before anything else is said.
+    /// Half a line was written. The next output ends it first.
     half_line: AtomicBool,
-    /// Notifications from the client, as they came.
+    /// Notifications from the client, as lines.
     received: Mutex<Vec<String>>,
-    /// Requests of ours that the client has not answered, by their id.
+    /// Requests to the client that have no answer yet, by their id.
     asked: Mutex<HashMap<String, Sender<String>>>,
     next_id: AtomicU64,
 }
@@ -42,7 +42,7 @@ impl Server {
         Self { mode, output: Arc::new(Output::new()), state: Arc::default() }
     }
 
-    /// Serves until the client closes its end.
+    /// Serves until the end of the input.
     pub(crate) fn run_until_eof(&self) {
         let mut input = BufReader::with_capacity(64 * 1024, std::io::stdin());
         let mut line = Vec::with_capacity(4096);
@@ -56,13 +56,13 @@ impl Server {
 
     fn take(&self, line: &[u8]) {
         let Ok(message) = serde_json::from_slice::<Message>(line) else {
-            return say("got a line that is no message");
+            return say("received a line that is not a message");
         };
         match (message.id, &message.method) {
             (Some(id), Some(method)) => self.take_request(id.get(), method, &message),
             (None, Some(_)) => self.take_notification(line),
             (Some(id), None) => self.take_response(id.get(), line),
-            (None, None) => say("got a message that is neither request nor response"),
+            (None, None) => say("received a message without id and method"),
         }
     }
 
@@ -109,13 +109,12 @@ impl Server {
     fn take_response(&self, id: &str, line: &[u8]) {
         let asked = self.state.asked.lock().remove(id);
         match asked {
-            // Who asked may have given up.
             Some(asked) => drop(asked.send(String::from_utf8_lossy(line).trim_end().to_owned())),
-            None => say(&format!("got a response nobody asked for: {id}")),
+            None => say(&format!("received a response to an unknown request: {id}")),
         }
     }
 
-    /// All notifications so far, as a JSON array.
+    /// The notifications so far, as a JSON array.
     pub(crate) fn received(&self) -> String {
         format!("[{}]", self.state.received.lock().join(","))
     }
@@ -130,7 +129,7 @@ impl Server {
         self.write(outgoing(None, method, params));
     }
 
-    /// Sends a request; the response comes as it was, some time.
+    /// Sends a request. The receiver gets the response as it arrived.
     pub(crate) fn ask(&self, method: &str, params: Option<&str>) -> Receiver<String> {
         let id = format!("\"chaos-{}\"", self.state.next_id.fetch_add(1, Ordering::Relaxed));
         let (sender, receiver) = channel();
@@ -139,7 +138,7 @@ impl Server {
         receiver
     }
 
-    /// Sends a response, and around it what the mode demands, all in one write.
+    /// Sends a response, with the faults of the mode, in one write.
     pub(crate) fn send(&self, line: String) {
         match self.mode {
             Mode::Stranger => {
@@ -151,7 +150,7 @@ impl Server {
         }
     }
 
-    /// Writes whole lines, on lines of their own.
+    /// Writes whole lines. Ends a half line first.
     pub(crate) fn write(&self, mut lines: String) {
         if self.mode == Mode::HalfLine && self.state.half_line.swap(false, Ordering::SeqCst) {
             lines.insert(0, '\n');

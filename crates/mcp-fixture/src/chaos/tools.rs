@@ -13,7 +13,7 @@ use crate::process;
 use crate::server::Server;
 
 const INVALID: i32 = -32602;
-/// Calls that wait have next to nothing on their stack, and there may be thousands.
+/// The stack of a thread of a waiting call. There can be thousands.
 const STACK: usize = 64 * 1024;
 
 const TOOLS: [(&str, &str); 13] = [
@@ -58,7 +58,7 @@ pub(crate) fn call(server: &Server, id: &str, params: Option<&RawValue>) {
     }
 }
 
-/// A tool either answers before this returns, or later from a thread of its own.
+/// Runs a tool. It answers before this returns, or later from its own thread.
 fn run(server: &Server, id: &str, call: &Call) -> Result<(), String> {
     let arguments = Arguments::parse(call.arguments)?;
     match call.name.as_ref() {
@@ -140,7 +140,7 @@ fn report(server: &Server, (token, step): (&String, u64), steps: u64) {
     server.notify("notifications/progress", Some(&params));
 }
 
-/// Answers when `work` is done; the reading goes on meanwhile.
+/// Runs `work` in a thread, and answers with its result.
 fn later(
     server: &Server,
     id: &str,
@@ -154,13 +154,13 @@ fn later(
     thread::Builder::new().stack_size(STACK).spawn(answering).map(drop).map_err(|error| error.to_string())
 }
 
-/// Answers a call, twice if that is the mode.
+/// Answers a call. In mode `twice` it answers two times.
 fn finish(server: &Server, id: &str, result: &str) {
     let line = answer(id, result);
     server.send(if server.mode == Mode::Twice { line.repeat(2) } else { line });
 }
 
-/// A result that makes the answer's line as long as told.
+/// A result that makes the line of the answer `length` bytes long.
 fn long_result(id: &str, length: usize) -> String {
     let rest = answer(id, &text_result("\"\"")).len() - 1;
     text_result(&format!("\"{}\"", "x".repeat(length.saturating_sub(rest))))

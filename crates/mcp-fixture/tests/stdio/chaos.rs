@@ -1,4 +1,4 @@
-//! The server that misbehaves, in each way.
+//! `mcp-chaos` in each mode.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::client::Client;
 
 #[test]
-fn normally_it_echoes_and_gives_back_the_meta_as_it_came() {
+fn echo_returns_text_and_meta_unchanged() {
     let mut client = Client::chaos(&[]);
     client.send(1, "tools/list", json!({}));
     assert_eq!(client.response(1)["result"]["tools"][0]["name"], "echo");
@@ -35,7 +35,7 @@ fn calls_run_at_the_same_time() {
 }
 
 #[test]
-fn it_tells_about_itself() {
+fn tools_report_the_process_and_its_environment() {
     let mut client = Client::chaos(&["normal"]);
     client.call(1, "pid", json!({}));
     assert_eq!(client.text(1), client.pid().to_string());
@@ -53,7 +53,7 @@ fn it_tells_about_itself() {
 }
 
 #[test]
-fn it_sends_what_it_is_told_to() {
+fn tools_send_raw_lines_notifications_and_progress() {
     let mut client = Client::chaos(&[]);
     client.call(1, "raw", json!({"line": "{\"half\":"}));
     assert_eq!(client.line(), "{\"half\":");
@@ -69,7 +69,7 @@ fn it_sends_what_it_is_told_to() {
 }
 
 #[test]
-fn it_asks_the_client_and_remembers_what_it_was_told() {
+fn it_sends_requests_and_records_notifications() {
     let mut client = Client::chaos(&[]);
     client.call(1, "ask", json!({"method": "roots/list"}));
     let request = client.message();
@@ -87,7 +87,7 @@ fn it_asks_the_client_and_remembers_what_it_was_told() {
 }
 
 #[test]
-fn it_leaves_a_process_behind_in_a_session_of_its_own() {
+fn a_spawned_process_has_its_own_session_and_outlives_the_server() {
     let mut client = Client::chaos(&[]);
     client.call(1, "spawn", json!({"seconds": 60}));
     let pid = client.text(1);
@@ -101,7 +101,7 @@ fn it_leaves_a_process_behind_in_a_session_of_its_own() {
 }
 
 #[test]
-fn it_may_go_on_after_the_end_of_its_input() {
+fn modes_that_ignore_the_end_of_the_input_keep_running() {
     for (mode, answers) in [("ignore-eof", true), ("ignore-term", true), ("normal", false)] {
         let mut client = Client::chaos(&[mode]);
         client.call(1, "sleep", json!({"ms": 50, "text": "still here"}));
@@ -116,7 +116,7 @@ fn it_may_go_on_after_the_end_of_its_input() {
 }
 
 #[test]
-fn it_may_ignore_the_signal_to_end() {
+fn only_ignore_term_survives_sigterm() {
     let mut client = Client::chaos(&["ignore-term"]);
     client.signal(libc::SIGTERM);
     client.call(1, "echo", json!({"text": "still here"}));
@@ -128,7 +128,7 @@ fn it_may_ignore_the_signal_to_end() {
 }
 
 #[test]
-fn it_may_die() {
+fn crashes_have_their_exit_status() {
     let mut client = Client::chaos(&[]);
     client.call(1, "crash", json!({"code": 7}));
     assert_eq!(client.exit().code(), Some(7));
@@ -144,7 +144,7 @@ fn it_may_die() {
 }
 
 #[test]
-fn it_may_say_nothing() {
+fn silent_modes_do_not_answer() {
     let mut client = Client::start(env!("CARGO_BIN_EXE_mcp-chaos"), &["silent"]);
     client.send(1, "initialize", json!({}));
     client.close_input();
@@ -158,7 +158,7 @@ fn it_may_say_nothing() {
 }
 
 #[test]
-fn it_may_say_too_much_and_answers_all_the_same() {
+fn floods_do_not_delay_answers() {
     for (mode, expected) in [("flood-stdout", "{\"jsonrpc\""), ("flood-junk", "this is not JSON")] {
         let mut client = Client::chaos(&[mode]);
         for _ in 0..2000 {
@@ -176,7 +176,7 @@ fn it_may_say_too_much_and_answers_all_the_same() {
 }
 
 #[test]
-fn its_lines_may_be_odd() {
+fn half_long_and_junk_lines_are_written() {
     let mut client = Client::chaos(&["half-line"]);
     client.call(1, "echo", json!({"text": "whole"}));
     assert_eq!(client.line(), r#"{"jsonrpc":"2.0","method":"notifications/mess"#);
@@ -192,7 +192,7 @@ fn its_lines_may_be_odd() {
 }
 
 #[test]
-fn its_answers_may_be_odd() {
+fn answers_are_repeated_foreign_or_late() {
     let mut client = Client::chaos(&["twice"]);
     client.call(1, "echo", json!({"text": "again"}));
     assert_eq!((client.text(1), client.text(1)), ("again".to_owned(), "again".to_owned()));

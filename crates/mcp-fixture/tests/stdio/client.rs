@@ -1,4 +1,4 @@
-//! A client that knows nothing but lines, so that it can see everything a server does with them.
+//! A client that reads and writes plain lines, so that a test sees each byte.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-/// What does not come in this time does not come.
+/// The time limit for each line, and for the end of the process.
 const LIMIT: Duration = Duration::from_secs(20);
 
 pub(crate) struct Client {
@@ -71,9 +71,9 @@ impl Client {
         result
     }
 
-    /// The next line, whatever it is.
+    /// The next line.
     pub(crate) fn line(&self) -> String {
-        self.output.recv_timeout(LIMIT).expect("the server says something")
+        self.output.recv_timeout(LIMIT).expect("a line")
     }
 
     /// The next message.
@@ -93,14 +93,14 @@ impl Client {
         }
     }
 
-    /// The text a tool answered.
+    /// The text of a tool's answer.
     pub(crate) fn text(&self, id: impl Into<Value>) -> String {
         let response = self.response(id);
         response["result"]["content"][0]["text"].as_str().unwrap_or_else(|| panic!("{response}")).to_owned()
     }
 
     pub(crate) fn error_line(&self) -> String {
-        self.errors.recv_timeout(LIMIT).expect("the server complains")
+        self.errors.recv_timeout(LIMIT).expect("a line on standard error")
     }
 
     pub(crate) fn pid(&self) -> i32 {
@@ -116,7 +116,7 @@ impl Client {
         self.input = None;
     }
 
-    /// Everything it still says, after it ended.
+    /// The remaining lines, after the end of the process.
     pub(crate) fn rest(&self) -> Vec<String> {
         self.output.iter().collect()
     }
@@ -143,7 +143,7 @@ impl Drop for Client {
 fn lines(stream: impl Read + Send + 'static) -> Receiver<String> {
     let (sender, receiver) = channel();
     thread::spawn(move || {
-        // Split by hand: a line's end may be CRLF, and a test wants to see that.
+        // Not `lines`, which would remove the CR of CRLF.
         for line in BufReader::new(stream).split(b'\n').map_while(Result::ok) {
             if sender.send(String::from_utf8(line).unwrap()).is_err() {
                 break;

@@ -1,4 +1,4 @@
-//! The server with everything, over stdio.
+//! `mcp-fixture` over stdio.
 
 use serde_json::{Value, json};
 
@@ -27,24 +27,24 @@ fn a_legacy_client_initializes_lists_and_calls() {
     client.call(2, "echo", json!({"text": "hi"}));
     let response = client.response(2);
     assert_eq!(response["result"]["content"][0]["text"], "hi");
-    assert_eq!(response["result"].get("resultType"), None, "which the legacy era does not know");
+    assert_eq!(response["result"].get("resultType"), None, "the legacy era has no result types");
 }
 
 #[test]
-fn a_modern_client_just_calls() {
+fn a_modern_client_calls_without_initialize() {
     let mut client = Client::fixture();
     call(&mut client, 1, "echo", json!({"text": "hi"}));
     let response = client.response(1);
     assert_eq!(response["result"]["resultType"], "complete");
     assert_eq!(response["result"]["content"][0]["text"], "hi");
     client.call(2, "echo", json!({"text": "hi"}));
-    assert_eq!(client.response(2)["error"]["code"], -32602, "every request has to say what it is");
+    assert_eq!(client.response(2)["error"]["code"], -32602, "a request without meta");
     client.send(3, "ping", json!({"_meta": meta(json!({}))}));
     assert_eq!(client.response(3)["error"]["code"], -32601);
 }
 
 #[test]
-fn to_discover_selects_no_era_and_initialize_does_not_shut_the_other_out() {
+fn one_process_serves_both_eras() {
     let mut client = Client::fixture();
     client.send(1, "server/discover", json!({"_meta": meta(json!({}))}));
     let versions = client.response(1)["result"]["supportedVersions"].clone();
@@ -76,7 +76,7 @@ fn a_legacy_client_is_asked_by_a_request() {
 }
 
 #[test]
-fn a_modern_client_is_asked_by_the_result_and_brings_the_state_back() {
+fn a_modern_client_is_asked_by_the_result_and_returns_the_state() {
     let mut client = Client::fixture();
     let mut id = 0;
     let mut round = |client: &mut Client, more: Value| {
@@ -113,7 +113,7 @@ fn progress_and_logs_come_before_the_answer() {
     client.send(2, "logging/setLevel", json!({"level": "error"}));
     client.response(2);
     client.call(3, "test_tool_with_logging", json!({}));
-    assert_eq!(client.message()["id"], 3, "nothing of it is an error");
+    assert_eq!(client.message()["id"], 3, "no message has the level error");
     client.send(4, "logging/setLevel", json!({"level": "debug"}));
     client.response(4);
     client.call(5, "test_tool_with_logging", json!({}));
@@ -134,7 +134,7 @@ fn a_cancelled_call_is_not_answered() {
 }
 
 #[test]
-fn a_modern_client_hears_of_changes_on_its_subscriptions() {
+fn a_modern_client_is_notified_on_its_subscriptions() {
     let mut client = Client::fixture();
     let listen = |client: &mut Client, id: &str, notifications: Value| {
         client.send(
@@ -167,7 +167,7 @@ fn subscription(message: &Value) -> &Value {
 }
 
 #[test]
-fn a_legacy_client_hears_of_changes_in_its_session() {
+fn a_legacy_client_is_notified_in_its_session() {
     let mut client = Client::fixture();
     client.initialize(json!({}));
     client.call(1, "test_trigger_tool_change", json!({}));
@@ -183,7 +183,7 @@ fn a_legacy_client_hears_of_changes_in_its_session() {
 }
 
 #[test]
-fn the_end_of_the_input_ends_it_whatever_runs() {
+fn the_end_of_the_input_ends_the_server_and_its_calls() {
     let mut client = Client::fixture();
     call(&mut client, 1, "slow", json!({"ms": 600_000, "text": "long"}));
     let filter = json!({"notifications": {"toolsListChanged": true}, "_meta": meta(json!({}))});
@@ -197,7 +197,7 @@ fn the_end_of_the_input_ends_it_whatever_runs() {
 }
 
 #[test]
-fn a_signal_ends_it() {
+fn sigterm_ends_the_server() {
     let mut client = Client::fixture();
     client.initialize(json!({}));
     client.signal(libc::SIGTERM);

@@ -1,4 +1,4 @@
-//! The server with everything, over its own HTTP.
+//! `mcp-fixture` over HTTP.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,7 +8,7 @@ use crate::client::Client;
 const INITIALIZE: &str = r#"{"jsonrpc":"2.0","id":1,"method":"initialize","params":{"protocolVersion":"2025-11-25","capabilities":{},"clientInfo":{"name":"test","version":"1"}}}"#;
 
 #[test]
-fn it_says_where_it_listens_and_keeps_strangers_out() {
+fn it_reports_its_address_and_refuses_foreign_origins() {
     let client = Client::start(env!("CARGO_BIN_EXE_mcp-fixture"), &["--http", "127.0.0.1:0"]);
     let line = client.error_line();
     let url = line.strip_prefix("mcp-fixture: listening on http://").unwrap();

@@ -1,4 +1,4 @@
-//! The fixtures are what they say: both servers, run as processes.
+//! Both servers, run as processes.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(
     clippy::needless_pass_by_value,

@@ -159,7 +159,7 @@ fn measure_all(
     disks: Option<&Disks>,
     thorough: bool,
 ) -> (Vec<DiskUse>, Vec<(WorkspaceId, RootLayer)>) {
-    // Writes to a disk whose bytes are reserved take room from nobody.
+    // With reserved disks, writes to a disk take no further room on the host.
     let only_outside = disks.is_some_and(Disks::are_reserved);
     let (mut uses, mut measured) = (Vec::new(), Vec::new());
     for Subject { id, processes, layer } in subjects {

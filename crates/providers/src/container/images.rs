@@ -1,8 +1,8 @@
 //! Images of the Docker engine as an image source.
 //!
 //! The engine exports the files of a container, not of an image. So an export creates a container of the image, which never
-//! runs, and removes it afterwards. One export runs at a time: a container that exists while nobody holds the lock was left by a
-//! crash.
+//! runs, and removes it afterwards. One export runs at a time, under a lock. A container that exists while the lock is
+//! free was left by a crash.
 
 use std::collections::HashMap;
 use std::fs;

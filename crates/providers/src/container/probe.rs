@@ -33,7 +33,7 @@ impl ContainerProvider {
             return None;
         }
         if let Err(EngineError::NotFound(_)) = self.engine.image_id(&self.probe_image).await {
-            // Without the probe's image nothing can be said: workspaces with other images may work.
+            // Without the probe's image there is no result: workspaces with other images may work.
             return None;
         }
         match self.probe().await {

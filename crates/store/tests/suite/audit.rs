@@ -66,7 +66,7 @@ pub(crate) async fn rows_appended_at_once_form_one_chain(db: TestDb) {
     assert_eq!(db.store.verify_audit().await.unwrap(), 1060);
 }
 
-/// What an engine changes on the way (order of fields, decimals, NUL, nanoseconds) must not break the chain.
+/// Changes by an engine (order of fields, decimals, NUL, nanoseconds) must not break the chain.
 pub(crate) async fn odd_values_keep_their_hash(db: TestDb) {
     let odd = AuditEntry {
         at: start() + TimeDelta::nanoseconds(1_999),

@@ -52,7 +52,7 @@ pub(crate) async fn a_cut_log_and_its_exports_form_one_chain(db: TestDb) {
     let page = store.audit_page(&AuditFilter::default(), None, 500).await.unwrap();
     assert_eq!(page.records[0].seq, 2000);
 
-    // The log goes on, and so does the next cut.
+    // The log continues after a cut, and can be cut again.
     append(store, 2001..=2003).await;
     let range = rows_before(1301);
     lines.extend(export(store, &range).await);
@@ -78,7 +78,7 @@ pub(crate) async fn a_cut_ends_at_the_first_row_that_is_kept(db: TestDb) {
     assert_eq!(store.cut_audit(&rows_before(10), now()).await.unwrap().unwrap().anchor.seq, 3);
     assert_eq!(store.cut_audit(&rows_before(10), now()).await.unwrap(), None);
     assert_eq!(store.verify_audit().await.unwrap(), 6);
-    // An export that another server's cut has overtaken says so.
+    // An export fails if another server has cut rows that it has not read.
     let error = store.export_audit(Some(1), &rows_before(10), 10).await.unwrap_err();
     assert!(matches!(error, StoreError::AuditBroken(_)), "{error}");
 }
@@ -134,7 +134,7 @@ pub(crate) async fn tampering_with_a_cut_log_is_found(db: TestDb) {
     set(anchor).await;
     assert_eq!(store.verify_audit().await.unwrap(), 20);
 
-    // A change of a kept row is found, and no cut removes it or what comes after it.
+    // A change of a kept row is found, and no cut removes that row or a later one.
     db.sql("UPDATE tool_audit SET tool = 'read' WHERE seq = 13").await;
     assert_eq!(fault(store).await, (13, AuditFault::Changed));
     let error = store.cut_audit(&rows_before(16), now()).await.unwrap_err();
@@ -149,8 +149,8 @@ pub(crate) async fn tampering_with_a_cut_log_is_found(db: TestDb) {
     assert_eq!(fault(store).await, (11, AuditFault::WrongAnchor));
 }
 
-/// A row that the cut of an earlier batch left behind a changed one is told, and what was removed is not lost.
-pub(crate) async fn a_cut_that_meets_a_changed_row_tells_what_it_removed(db: TestDb) {
+/// A cut that meets a changed row after its first batch reports the rows that it removed, and the changed row.
+pub(crate) async fn a_cut_that_meets_a_changed_row_reports_the_rows_it_removed(db: TestDb) {
     append(&db.store, 1..=800).await;
     db.sql("UPDATE tool_audit SET tool = 'read' WHERE seq = 700").await;
     let cut = db.store.cut_audit(&rows_before(801), now()).await.unwrap().unwrap();

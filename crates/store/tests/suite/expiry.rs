@@ -64,7 +64,7 @@ pub(crate) async fn mcp_servers_are_exempt_from_ttl(db: TestDb) {
     let store = &db.store;
     let later = start() + TimeDelta::days(400);
     for ttl_seconds in [None, Some(1)] {
-        // A server never expires, even if somebody gave it a time to live; nor is it stopped when nobody uses it.
+        // An MCP server never expires, even with a time to live, and is not stopped when it is not used.
         let server = NewWorkspace { ttl_seconds, created_at: start(), ..mcp_server() };
         let server = store.insert_creating(server, None).await.unwrap();
         assert_eq!(server.expires_at.is_some(), ttl_seconds.is_some());

@@ -36,7 +36,7 @@ pub(crate) async fn a_repeated_request_finds_the_first_one(db: TestDb) {
     let status = IdempotencyStatus::Done;
     let done = EarlierRequest { resource_id: Some(resource), status, owner: None, ..found };
     assert_eq!(store.begin_idempotent(&first, None, later).await.unwrap(), Begun::Earlier(done.clone()));
-    // What is done stays done.
+    // A finished request stays finished.
     store.forget_idempotent(&first).await.unwrap();
     assert!(!store.take_over_idempotent(&first, None).await.unwrap());
     let again = store.finish_idempotent(&first, Uuid::now_v7()).await;
@@ -105,7 +105,7 @@ pub(crate) async fn one_server_takes_over_an_interrupted_request(db: TestDb) {
     db.store.begin_idempotent(&request, Some(Uuid::now_v7()), now()).await.unwrap();
     db.store.close().await;
     let store = db.location.open().await.unwrap();
-    // Another server neither finishes nor forgets what is not its own.
+    // Another server neither finishes nor removes this server's request.
     assert!(store.finish_idempotent(&request, Uuid::now_v7()).await.is_err());
     store.forget_idempotent(&request).await.unwrap();
     let tries: Vec<_> = (0..4)
@@ -132,7 +132,7 @@ pub(crate) async fn keys_end_after_a_day(db: TestDb) {
     let almost = end - TimeDelta::microseconds(1);
     assert!(matches!(store.begin_idempotent(&old, None, almost).await.unwrap(), Begun::Earlier(_)));
     assert_eq!(store.prune_idempotency_keys(almost).await.unwrap(), 0);
-    // Also if nobody has pruned, and with another request.
+    // Also before the next pruning, and with another request.
     let other = request(token, "old", CREATE, "[]");
     assert_eq!(store.begin_idempotent(&other, None, end).await.unwrap(), Begun::New);
     assert_eq!(store.prune_idempotency_keys(end).await.unwrap(), 0);

@@ -100,7 +100,7 @@ both_engines! {
         a_cut_ends_at_the_first_row_that_is_kept,
         a_log_can_be_cut_to_nothing_and_goes_on,
         tampering_with_a_cut_log_is_found,
-        a_cut_that_meets_a_changed_row_tells_what_it_removed,
+        a_cut_that_meets_a_changed_row_reports_the_rows_it_removed,
         cuts_and_appends_at_once_keep_one_chain,
         a_kill_during_a_cut_leaves_a_chain_that_verifies;
     opening:

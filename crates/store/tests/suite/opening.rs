@@ -41,7 +41,7 @@ pub(crate) async fn another_builds_database_is_refused(db: TestDb) {
 pub(crate) async fn servers_that_start_at_once_take_turns(db: TestDb) {
     db.store.close().await;
     if db.is_sqlite() {
-        // One server per file: the others are told so.
+        // One server per file. The error of others says so.
         let path = db.directory.path().join("new.db");
         let opens: Vec<_> =
             (0..8).map(|_| tokio::spawn(Store::open(StoreConfig::Sqlite(path.clone())))).collect();
@@ -112,7 +112,7 @@ pub(crate) async fn a_closed_store_refuses_calls(db: TestDb) {
 async fn the_sqlite_files_are_private() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("emergent.db");
-    // A file that somebody made too open is closed to others.
+    // A file that others could read is made private.
     fs::write(&path, "").unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).unwrap();
     let store = Store::open(StoreConfig::Sqlite(path)).await.unwrap();

@@ -1,4 +1,4 @@
-//! Warm spares, and which server changes what.
+//! Warm spares, and the ownership of their rows by servers.
 
 use emergent_store::{Claim, NewWorkspace, Shape, Spare, Store, StoreError};
 use emergent_wire::WorkspaceId;
@@ -95,7 +95,7 @@ pub(crate) async fn a_spare_that_leaves_can_not_be_claimed(db: TestDb) {
     store.insert_spare(filling, &shape("a"), "1", 9).await.unwrap();
     assert_eq!(store.claim_spare(agent(), &claim(filling), None).await.unwrap(), None);
     let id = ready(store, "a").await;
-    // Owned by nobody, so a claim to be its maker does not count.
+    // It has no owner, so a withdrawal as its owner is refused.
     assert!(!store.withdraw_spare(id, Some(ServerId::generate())).await.unwrap());
     assert!(store.withdraw_spare(id, None).await.unwrap());
     assert!(!store.withdraw_spare(id, None).await.unwrap());
@@ -103,7 +103,7 @@ pub(crate) async fn a_spare_that_leaves_can_not_be_claimed(db: TestDb) {
     assert!(!store.spare_is_ready(id).await.unwrap());
     store.delete_spare(id).await.unwrap();
     assert_eq!(the_one(store, id).await, None);
-    // What is ready is never deleted by mistake.
+    // A ready spare is never deleted.
     let kept = ready(store, "a").await;
     store.delete_spare(kept).await.unwrap();
     assert!(the_one(store, kept).await.is_some());

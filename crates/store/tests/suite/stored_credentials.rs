@@ -74,7 +74,7 @@ pub(crate) async fn rows_without_credentials_are_left_alone(db: TestDb) {
     }
     let damaged = db.store.insert_creating(with_url("https://t@host.example/r"), None).await.unwrap().id;
     if db.is_sqlite() {
-        // PostgreSQL refuses what is no JSON.
+        // PostgreSQL refuses text that is not JSON.
         db.sql(&format!(
             "UPDATE agent_workspaces SET metadata = 'x', placement = '{{' WHERE id = '{damaged}'"
         ))

@@ -169,7 +169,7 @@ pub(crate) async fn the_last_usable_admin_token_is_not_revoked(db: TestDb) {
     store.verify_token(&last.secret, now()).await.unwrap();
     assert_eq!(store.tokens().await.unwrap().readable.len(), 3);
 
-    // Tokens that nobody administers with can always go.
+    // Other tokens can always be revoked.
     store.revoke_token(expired.token.id, now()).await.unwrap();
     store.revoke_token(bound.token.id, now()).await.unwrap();
     store.create_token(&admin("next"), now()).await.unwrap();

@@ -97,7 +97,7 @@ async fn invalid_parameters_and_unknown_methods_are_refused() {
             let answer = client.ask("tools/call", params).await;
             assert_eq!(answer["error"]["code"], -32602, "{answer}");
         }
-        // What is not offered is not there either.
+        // Methods of features that are not declared.
         for method in ["tools/nonsense", "prompts/list", "resources/list", "resources/templates/list"] {
             assert_eq!(client.ask(method, json!({})).await["error"]["code"], -32601, "{method}");
         }
@@ -160,7 +160,7 @@ async fn output_is_not_shown_without_a_progress_token() {
     }
 }
 
-/// A client that does not read: the command goes on, nothing piles up, and the session can still be used.
+/// A client that does not read: the command continues, the queue is bounded, and the session can still be used.
 #[tokio::test]
 async fn a_slow_client_blocks_neither_its_command_nor_its_session() {
     for era in ERAS {

@@ -192,7 +192,7 @@ async fn a_session_is_unknown_to_every_caller_but_its_owner() {
     assert_eq!(alice.delete().await, StatusCode::NOT_FOUND);
     let cancel = alice.tell("notifications/cancelled", json!({"requestId": 5})).await;
     assert_eq!((cancel, *fake.running.borrow()), (StatusCode::NOT_FOUND, 1));
-    // The owner's session has not noticed, whatever request of the owner it is.
+    // The owner's session is not affected.
     alice.caller = Caller("alice", 1);
     assert!(lives(&alice).await);
     fake.end();

@@ -1,4 +1,4 @@
-//! Clients that write the protocol by hand, so that a test sees what is really on the wire.
+//! Clients that write the protocol by hand, so that a test sees its messages unchanged.
 
 use std::sync::Arc;
 
