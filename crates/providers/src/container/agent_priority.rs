@@ -68,3 +68,24 @@ fn children(of: i32) -> io::Result<Vec<i32>> {
 fn start_time(pid: i32) -> Option<u64> {
     Some(processes::stat(pid).ok()??.starttime)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[test]
+    fn children_of_any_thread_are_found_in_the_order_of_their_start() {
+        let spawn = || std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let mut started = vec![spawn(), std::thread::spawn(spawn).join().unwrap()];
+        let own = std::process::id().cast_signed();
+        let mut found = children(own).unwrap();
+        found.sort_by_key(|pid| (start_time(*pid), *pid));
+        let expected: Vec<i32> = started.iter().map(|child| child.id().cast_signed()).collect();
+        found.retain(|pid| expected.contains(pid));
+        started.iter_mut().for_each(|child| child.kill().and_then(|()| child.wait()).map(drop).unwrap());
+        assert_eq!(found, expected);
+        assert!(threads(own).unwrap().any(|thread| thread.unwrap().tid == own));
+        assert!(threads(expected[0]).is_err(), "it has ended");
+    }
+}
