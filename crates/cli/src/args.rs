@@ -1,4 +1,4 @@
-//! The command line's first level. Each group of commands declares its own arguments beside its code.
+//! The commands of the first level. Each group declares its own arguments beside its code.
 
 use clap::{Parser, Subcommand};
 use clap_complete::Shell;
@@ -18,22 +18,22 @@ use crate::workspace::WorkspaceArgs;
 
 const EXAMPLES: &str = "\
 Examples:
-  emergent doctor                              what works here, and how to fix the rest
+  emergent doctor                              check this machine; each problem comes with its fix
   emergent serve                               start the server
-  id=$(emergent workspace create -q)           make a workspace
+  id=$(emergent workspace create -q)           create a workspace
   emergent workspace bash $id -- 'uname -a'    run a command in it
-  emergent workspace destroy $id               remove it and everything in it
+  emergent workspace destroy $id               remove it and all its files
   emergent mcp register NAME --image IMAGE     host an MCP server
 
-The client finds the server and its token in the data directory. For a server elsewhere set EMERGENT_URL \
+The client reads the server's URL and token from the data directory. To use another server, set EMERGENT_URL \
 and EMERGENT_TOKEN.
 
-Exit codes: 0 done, 1 failed, 2 the command line is wrong; `workspace bash` passes on the command's own.";
+Exit codes: 0 success, 1 failure, 2 invalid command line. `workspace bash` exits with the command's exit code.";
 
 /// Isolated machines for AI agents.
 ///
-/// One self-hosted server creates workspaces (Firecracker microVMs or gVisor containers) in which agents work with seven structured
-/// tools: bash, read, write, edit, glob, grep and git; and hosts MCP servers, each in a sandbox of its own.
+/// One self-hosted server creates workspaces, which are Firecracker microVMs or gVisor containers. Agents work in them with
+/// seven tools: bash, read, write, edit, glob, grep and git. The server also hosts MCP servers, each in a sandbox of its own.
 #[derive(Parser, Debug)]
 #[command(name = "emergent", version, after_help = EXAMPLES, disable_help_subcommand = true)]
 pub(crate) struct Cli {
@@ -41,7 +41,7 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// What there is to do.
+/// The commands.
 #[derive(Subcommand, Debug)]
 pub(crate) enum Command {
     Serve(ServeArgs),
@@ -57,7 +57,7 @@ pub(crate) enum Command {
     Audit(AuditArgs),
     Firecracker(FirecrackerArgs),
     FirecrackerManager(ManagerArgs),
-    /// Print completions for a shell
+    /// Print the completion script of a shell
     #[command(after_help = "\
 Examples:
   emergent completions bash > /etc/bash_completion.d/emergent
@@ -70,7 +70,7 @@ Examples:
 }
 
 impl Command {
-    /// Whether the answer is for a program.
+    /// Whether the output is JSON.
     pub(crate) fn wants_json(&self) -> bool {
         match self {
             Self::Workspace(args) => args.connection.json,
@@ -95,16 +95,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
+    fn clap_accepts_the_command_definition() {
         Cli::command().debug_assert();
     }
 
-    /// Every command that does something shows how to use it.
     #[test]
-    fn every_command_has_an_example_and_says_what_it_does() {
+    fn every_command_has_examples_and_help_for_each_argument() {
         fn walk(command: &clap::Command, path: &str) {
             let path = format!("{path} {}", command.get_name());
-            assert!(command.get_about().is_some(), "{path} says nothing of itself");
+            assert!(command.get_about().is_some(), "{path} has no description");
             let own_examples =
                 command.get_after_help().is_some_and(|help| help.to_string().contains("Examples:"));
             // The actions of git share the examples of `git`.
@@ -122,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_in_the_environment_are_never_shown_in_help() {
+    fn help_hides_the_values_of_environment_variables() {
         fn walk(command: &clap::Command) {
             for argument in command.get_arguments() {
                 let id = argument.get_id();
@@ -133,9 +132,9 @@ mod tests {
         walk(&Cli::command());
     }
 
-    /// clap would take one for the other without a word: `token revoke NAME` sent NAME as the access token.
+    /// clap merges two arguments of one name without an error: `token revoke NAME` once sent NAME as the access token.
     #[test]
-    fn no_argument_has_the_name_of_a_flag_of_its_group() {
+    fn no_argument_has_the_name_of_a_global_flag() {
         fn walk(command: &clap::Command, globals: &[String]) {
             for argument in command.get_arguments() {
                 let name = argument.get_id().as_str();
@@ -151,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_work_before_and_after_the_subcommand() {
+    fn global_flags_work_before_and_after_the_subcommand() {
         for line in
             ["emergent workspace --json list", "emergent workspace list --json", "emergent ws list --json"]
         {

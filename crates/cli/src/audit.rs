@@ -1,4 +1,4 @@
-//! `emergent audit`: who did what, and whether the record of it is whole.
+//! `emergent audit`: lists, verifies and exports the audit log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -13,16 +13,16 @@ use emergent_control_plane::{AuditAnchor, ExportVerifier};
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::client::Call;
+use crate::client::calls;
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
 use crate::output::{self, Table, shorten};
 use crate::values;
 
-/// Records that are exported by one call.
+/// The number of records that one call exports.
 const EXPORT_PAGE: usize = 1000;
 
-/// See who did what, and check that nobody changed the record of it
+/// List the audit log of all calls, verify that it is unchanged, and export it
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -43,37 +43,37 @@ enum AuditCommand {
     Export(ExportArgs),
 }
 
-/// Check the hash chain over all records; exits with 1 when it is broken
+/// Verify the hash chain over all records; exits with 1 when it is broken
 ///
-/// The server removes old records after it has exported them (`audit.retention_days`). With --export the files are checked too:
-/// that each is whole, and that the log goes on where they end.
+/// The server removes old records after it has exported them (`audit.retention_days`). With --export the exported files are
+/// verified too: each file is complete and unchanged, and the server's log continues where they end.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent audit verify
   emergent audit verify --export /var/lib/emergent/audit/*.jsonl")]
 struct VerifyArgs {
-    /// Exported records, oldest first
+    /// Files with exported records, oldest first
     #[arg(long, value_name = "FILE", num_args = 1..)]
     export: Vec<PathBuf>,
 }
 
-/// Write records to a file, one JSON object a line, oldest first
+/// Export records as JSON, one object on each line, oldest first
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent audit export --output audit.jsonl
   emergent audit export --before 30d > old.jsonl")]
 struct ExportArgs {
-    /// Only records before: a time such as 2025-06-01T12:00:00Z, or how long ago, such as 30d
+    /// Only records before this time: a timestamp such as 2025-06-01T12:00:00Z, or a duration ago such as 30d
     #[arg(long, value_name = "WHEN", value_parser = values::moment)]
     before: Option<String>,
-    /// A new file [default: standard output]
+    /// The file to create; an existing file is not overwritten [default: standard output]
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
 }
 
-/// List what was done
+/// List audit records, newest first
 #[derive(Args, Debug, Default)]
 #[command(after_help = "\
 Examples:
@@ -82,25 +82,25 @@ Examples:
   emergent audit list --outcome denied --since 7d --all
   emergent audit list --since 2025-06-01T00:00:00Z --until 2025-06-02T00:00:00Z --json")]
 struct ListArgs {
-    /// Only in this workspace: its id, or a unique piece of its beginning or end (a destroyed one: its whole id)
+    /// Only this workspace: its id, or a unique prefix or suffix of it. A destroyed workspace needs its whole id
     #[arg(long, value_name = "ID")]
     workspace: Option<String>,
     /// Only this tool or action, such as bash or workspace.create
     #[arg(long)]
     tool: Option<String>,
-    /// Only what ended so
+    /// Only calls with this outcome
     #[arg(long, value_parser = PossibleValuesParser::new(["success", "failure", "denied"]))]
     outcome: Option<String>,
-    /// Not before: a time such as 2025-06-01T12:00:00Z, or how long ago, such as 2h
+    /// Only records since this time: a timestamp such as 2025-06-01T12:00:00Z, or a duration ago such as 2h
     #[arg(long, value_name = "WHEN", value_parser = values::moment)]
     since: Option<String>,
-    /// Before: a time, or how long ago
+    /// Only records before this time: a timestamp, or a duration ago
     #[arg(long, value_name = "WHEN", value_parser = values::moment)]
     until: Option<String>,
-    /// How many at a time [default: as many as the server gives]
+    /// Records on each page [default: the server's page size]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
-    /// All of them; with --json one page after the other
+    /// All pages; with --json one JSON document for each page
     #[arg(long)]
     all: bool,
 }
@@ -155,7 +155,7 @@ async fn list(context: &Context, args: &ListArgs) -> Result<u8> {
     };
     let mut cursor: Option<String> = None;
     loop {
-        let call = Call::get(&["audit"])
+        let call = calls::list_audit_records()
             .query("workspace_id", workspace)
             .query("tool", args.tool.as_ref())
             .query("outcome", args.outcome.as_ref())
@@ -169,7 +169,7 @@ async fn list(context: &Context, args: &ListArgs) -> Result<u8> {
         let next = page.next_cursor.as_ref().and_then(cursor_text);
         if !args.all || next.is_none() || next == cursor {
             if !context.json && next.is_some() {
-                output::note("there is more; --all shows everything");
+                output::note("there are more records; --all shows them");
             }
             return Ok(0);
         }
@@ -177,7 +177,7 @@ async fn list(context: &Context, args: &ListArgs) -> Result<u8> {
     }
 }
 
-/// A cursor is whatever the server says, a text or a number.
+/// A cursor as the text of a query parameter. The server gives a string or a number.
 fn cursor_text(cursor: &Value) -> Option<String> {
     match cursor {
         Value::Null => None,
@@ -233,27 +233,28 @@ async fn export(context: &Context, args: &ExportArgs) -> Result<u8> {
     };
     let (mut after, mut count) = (None, 0);
     loop {
-        let call = Call::get(&["audit", "export"]).query("before", args.before.as_ref());
+        let call = calls::export_audit_records().query("before", args.before.as_ref());
         let page = context.client.call(call.query("after", after).query("limit", Some(EXPORT_PAGE))).await?;
         file.write_all(page.text.as_bytes())?;
         let lines = page.text.lines().count();
         count += lines;
         let Some(last) = page.text.lines().last() else { break };
-        let last: Record = serde_json::from_str(last).context("the server's answer is no record")?;
+        let last: Record =
+            serde_json::from_str(last).context("the server's answer is not an audit record")?;
         after = Some(last.seq);
-        // Each call is a record too: there is always one more.
+        // Each export call adds a record, so waiting for an empty page would never end.
         if lines < EXPORT_PAGE {
             break;
         }
     }
     file.flush()?;
     if let Some(path) = &args.output {
-        output::note(format!("{count} records are in {}", path.display()));
+        output::note(format!("wrote {count} records to {}", path.display()));
     }
     Ok(0)
 }
 
-/// Checks exported files, which must end where the server's log begins. Gives the number of the last record.
+/// Verifies exported files. They must end where the server's log begins. Returns the number of the last record.
 fn verify_files(files: &[PathBuf], anchor: Option<&AuditAnchor>) -> Result<u64> {
     let mut verifier = ExportVerifier::new(anchor)?;
     for path in files {
@@ -267,23 +268,21 @@ fn verify_files(files: &[PathBuf], anchor: Option<&AuditAnchor>) -> Result<u64> 
 }
 
 async fn verify(context: &Context, args: &VerifyArgs) -> Result<u8> {
-    // Every record is read and hashed: this takes its time.
-    let call = Call::get(&["audit", "verify"]).within(crate::client::ACT);
-    let checked = context.client.call(call);
-    let answer = crate::progress::during("checking the records", checked).await?;
+    let verified = context.client.call(calls::verify_audit_log());
+    let answer = crate::progress::during("verifying the records", verified).await?;
     let found: Verification = answer.parse()?;
     context.show(&answer, |found: Verification| {
         if found.ok {
             return output::line(format_args!("ok: {} records, the chain is whole", found.records));
         }
-        let place = found.broken_at.map_or_else(String::new, |seq| format!(" at record {seq}"));
+        let at = found.broken_at.map_or_else(String::new, |seq| format!(" at record {seq}"));
         let reason = found.reason.map_or_else(String::new, |reason| format!(": {reason}"));
-        output::line(format_args!("BROKEN{place}{reason}"))
+        output::line(format_args!("BROKEN{at}{reason}"))
     })?;
     if !args.export.is_empty() {
         match verify_files(&args.export, found.anchor.as_ref()) {
             Ok(last) => output::note(format!(
-                "ok: the exported records up to {last} are whole and belong to this log"
+                "ok: the exported records up to {last} are unchanged and belong to this log"
             )),
             Err(error) => {
                 output::note(format!("BROKEN export: {error:#}"));
@@ -299,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_are_one_line_each() {
+    fn each_audit_record_is_one_table_row() {
         let page: Page = serde_json::from_value(serde_json::json!({
             "records": [{
                 "seq": 7, "at": "2025-06-01T12:00:00Z", "actor_name": "admin", "workspace_id": null, "tool": "bash",

@@ -1,5 +1,5 @@
-//! Which server the client talks to, and with which token: flags and environment, else the data directory, where
-//! the server leaves both.
+//! The URL of the server and the token of the client. Flags and environment variables come first, then the files that the
+//! server writes to its data directory.
 
 use std::ffi::OsStr;
 use std::net::IpAddr;
@@ -11,22 +11,22 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use emergent_control_plane::config::default_data_dir;
 use reqwest::Url;
 
-/// The file with the server's address.
+/// The file with the server's URL.
 pub(crate) const URL_FILE: &str = "server-url";
 /// The file with the first admin token.
 pub(crate) const TOKEN_FILE: &str = "admin-token";
 
-/// Flags that every client command takes.
+/// The flags of every client command.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Server")]
 pub(crate) struct ConnectionArgs {
-    /// The server's address, such as http://127.0.0.1:7171 [default: DATA_DIR/server-url]
+    /// The server's URL, such as http://127.0.0.1:7171 [default: the one in DATA_DIR/server-url]
     #[arg(long, global = true, env = "EMERGENT_URL", hide_env_values = true, value_name = "URL")]
     pub(crate) url: Option<String>,
-    /// The access token; other users can see flags, so prefer the variable [default: DATA_DIR/admin-token]
+    /// The access token. Other users can see flags: prefer the variable [default: the one in DATA_DIR/admin-token]
     #[arg(long, global = true, env = "EMERGENT_TOKEN", hide_env_values = true, value_name = "TOKEN")]
     pub(crate) token: Option<String>,
-    /// Where the server on this machine keeps its files
+    /// The data directory of the server on this machine
     #[arg(
         long,
         global = true,
@@ -36,7 +36,7 @@ pub(crate) struct ConnectionArgs {
         value_parser = path()
     )]
     pub(crate) data_dir: Option<PathBuf>,
-    /// A PEM file with the certificate of a server (or its authority) that this machine does not know
+    /// A PEM file with the certificate of the server, or of its authority, if this machine does not trust it
     #[arg(
         long,
         global = true,
@@ -46,41 +46,41 @@ pub(crate) struct ConnectionArgs {
         value_parser = path()
     )]
     pub(crate) ca_cert: Option<PathBuf>,
-    /// Print the server's JSON; a failure's JSON goes to stdout as well
+    /// Print the server's JSON to stdout, for failures too
     #[arg(long, global = true, help_heading = None)]
     pub(crate) json: bool,
 }
 
-/// A path that may be empty: a variable that is set to nothing counts as not set.
+/// Parses a path. Unlike clap's parser it accepts an empty one, because an empty variable counts as not set.
 fn path() -> impl TypedValueParser<Value = PathBuf> {
     OsStringValueParser::new().map(PathBuf::from)
 }
 
-/// A flag or variable that says something.
+/// The value of a flag or variable, unless it is empty.
 fn given<T: AsRef<OsStr> + Clone>(value: &Option<T>) -> Option<T> {
     value.clone().filter(|value| !value.as_ref().is_empty())
 }
 
-/// Where to send calls.
+/// The server that calls are sent to.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Target {
-    /// The server.
+    /// Its URL.
     pub(crate) url: Url,
-    /// The token; never shown.
+    /// The token. It is never printed.
     pub(crate) token: String,
-    /// Where the token came from, in words.
+    /// The flag or file that the token is from, for messages.
     pub(crate) token_source: String,
-    /// An additional certificate to trust.
+    /// The file of an additional certificate to trust.
     pub(crate) ca_cert: Option<PathBuf>,
 }
 
 impl ConnectionArgs {
-    /// The data directory, given or usual.
+    /// The data directory: the given one, or the default.
     pub(crate) fn data_dir(&self) -> PathBuf {
         given(&self.data_dir).unwrap_or_else(default_data_dir)
     }
 
-    /// Finds server and token, or says what to do.
+    /// Finds server and token. The error names the next step.
     pub(crate) fn target(&self) -> Result<Target> {
         let directory = self.data_dir();
         let recorded = read_line(&directory.join(URL_FILE))?;
@@ -90,8 +90,8 @@ impl ConnectionArgs {
                 (parse_url(url).with_context(|| directory.join(URL_FILE).display().to_string())?, false)
             }
             (None, None) => bail!(
-                "no server is known: there is no {}. Start the server with: emergent serve (or, for one that runs \
-                 elsewhere, set EMERGENT_URL and EMERGENT_TOKEN)",
+                "no server is known: {} does not exist. Start the server with: emergent serve (or set EMERGENT_URL and \
+                 EMERGENT_TOKEN to use a server on another machine)",
                 directory.join(URL_FILE).display()
             ),
         };
@@ -103,12 +103,14 @@ impl ConnectionArgs {
                     || is_loopback(&url)
                     || recorded.is_some_and(|recorded| parse_url(&recorded).is_ok_and(|known| known == url));
                 if !own {
-                    bail!("{url} is not this machine's server: set EMERGENT_TOKEN to a token of that server");
+                    bail!(
+                        "{url} is not the server of this machine: set EMERGENT_TOKEN to a token of that server"
+                    );
                 }
                 let path = directory.join(TOKEN_FILE);
                 let token = read_line(&path)?.ok_or_else(|| {
                     anyhow!(
-                        "no token is known: there is no {}. Set EMERGENT_TOKEN, or give the server's --data-dir",
+                        "no token is known: {} does not exist. Set EMERGENT_TOKEN, or give the server's --data-dir",
                         path.display()
                     )
                 })?;
@@ -119,7 +121,7 @@ impl ConnectionArgs {
     }
 }
 
-/// The first line of a file; none when there is no such file or nothing in it.
+/// The first line of a file. `None` if the file does not exist or the line is empty.
 pub(crate) fn read_line(path: &Path) -> Result<Option<String>> {
     match std::fs::read_to_string(path) {
         Ok(text) => {
@@ -128,7 +130,7 @@ pub(crate) fn read_line(path: &Path) -> Result<Option<String>> {
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => Err(anyhow!(
-            "{} belongs to another user: run this as the user who runs the server, or set EMERGENT_URL and EMERGENT_TOKEN",
+            "{} belongs to another user: run this as the user of the server, or set EMERGENT_URL and EMERGENT_TOKEN",
             path.display()
         )),
         Err(error) => Err(error).with_context(|| format!("can't read {}", path.display())),
@@ -136,14 +138,14 @@ pub(crate) fn read_line(path: &Path) -> Result<Option<String>> {
 }
 
 fn parse_url(text: &str) -> Result<Url> {
-    let url = Url::parse(text).map_err(|error| anyhow!("'{text}' is not an address: {error}"))?;
+    let url = Url::parse(text).map_err(|error| anyhow!("'{text}' is not a URL: {error}"))?;
     if !matches!(url.scheme(), "http" | "https") || url.host().is_none() {
-        bail!("'{text}' is not an http:// or https:// address");
+        bail!("'{text}' is not an http:// or https:// URL");
     }
     Ok(url)
 }
 
-/// Whether the address is on this machine.
+/// Whether the URL's host is this machine.
 pub(crate) fn is_loopback(url: &Url) -> bool {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
@@ -162,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn both_are_found_in_the_data_directory() {
+    fn url_and_token_are_read_from_the_data_directory_unless_given() {
         let directory = tempfile::tempdir().unwrap();
         let args = in_directory(directory.path());
         assert!(error(&args).contains("emergent serve"));
@@ -178,9 +180,8 @@ mod tests {
         assert!(is_loopback(&target.url));
     }
 
-    /// The admin token of this machine must not be sent to whoever is named on the command line.
     #[test]
-    fn a_token_is_only_sent_where_it_belongs() {
+    fn admin_token_of_this_machine_is_not_sent_to_another_server() {
         let args = ConnectionArgs {
             url: Some("https://elsewhere.example".into()),
             token: Some(String::new()),
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn invalid_server_urls_are_refused() {
         let args = |url: &str| ConnectionArgs { url: Some(url.into()), ..ConnectionArgs::default() };
         assert!(error(&args("127.0.0.1:7171")).contains("127.0.0.1:7171"));
         assert!(error(&args("ftp://host")).contains("http://"));

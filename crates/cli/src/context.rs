@@ -1,35 +1,35 @@
-//! What a client command has at hand: the server, and how to show answers.
+//! The context of a client command: the client, and the output format.
 
 use anyhow::Result;
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::{Workspace, WorkspaceList};
 use serde::de::DeserializeOwned;
 
-use crate::client::{Answer, ApiError, Call, Client};
+use crate::client::{Answer, ApiError, Call, Client, calls};
 use crate::connection::ConnectionArgs;
-use crate::{json, output, pick};
+use crate::{json, output, short_id};
 
-/// The most pages that are read of one list: a server that repeats its cursor must not keep us busy for ever.
+/// The limit of pages that are read of one list. A server that repeats its cursor can't cause an endless loop.
 const MAX_PAGES: usize = 10_000;
-/// The largest page a server gives.
+/// The server's largest page.
 pub(crate) const PAGE: u32 = 100;
 
-/// The server, and how to show its answers.
+/// The client, and the output format.
 pub(crate) struct Context {
-    /// The server.
+    /// The client of the server.
     pub(crate) client: Client,
-    /// Whether answers are shown as JSON.
+    /// Whether answers are printed as JSON.
     pub(crate) json: bool,
 }
 
 impl Context {
-    /// Finds the server.
+    /// Finds the server and makes a client of it.
     pub(crate) fn open(connection: &ConnectionArgs) -> Result<Self> {
         let client = Client::open(&connection.target()?)?;
         Ok(Self { client, json: connection.json })
     }
 
-    /// Shows an answer: as it came, or for people.
+    /// Prints an answer: its JSON, or a text for a person.
     pub(crate) fn show<T: DeserializeOwned>(
         &self,
         answer: &Answer,
@@ -41,7 +41,7 @@ impl Context {
         human(answer.parse()?)
     }
 
-    /// Every page of a list of workspaces. `page` makes the call for one, without its cursor.
+    /// Reads every page of a list of workspaces. `page` makes the call of a page, without the cursor.
     pub(crate) async fn all_workspaces(&self, page: impl Fn() -> Call) -> Result<Vec<Workspace>> {
         let mut all = Vec::new();
         let mut cursor: Option<String> = None;
@@ -58,17 +58,16 @@ impl Context {
         Ok(all)
     }
 
-    /// The id that a user means: a whole id, or a piece of one that only one workspace has.
+    /// The id of the workspace with this id, or with this unique prefix or suffix of an id.
     pub(crate) async fn workspace_id(&self, given: &str) -> Result<WorkspaceId> {
         if let Ok(id) = given.parse() {
             return Ok(id);
         }
-        pick::check(given)?;
-        let listed =
-            self.all_workspaces(|| Call::get(&["agent", "workspaces"]).query("limit", Some(PAGE))).await;
+        short_id::check(given)?;
+        let listed = self.all_workspaces(|| calls::list_workspaces().query("limit", Some(PAGE))).await;
         let workspaces = listed.map_err(|error| match error.downcast_ref::<ApiError>() {
             Some(refused) if refused.status == reqwest::StatusCode::FORBIDDEN => {
-                error.context("short ids need a token that may list workspaces; give the whole id")
+                error.context("short ids need a token that may list workspaces: give the whole id")
             }
             _ => error,
         })?;
@@ -76,6 +75,6 @@ impl Context {
             let about = format!("{}, {}", workspace.status, workspace.created_at.format("%Y-%m-%d %H:%M:%S"));
             (workspace.id, about)
         });
-        pick::by_id("workspace", given, candidates.collect())
+        short_id::resolve("workspace", given, candidates.collect())
     }
 }

@@ -1,6 +1,6 @@
-//! `emergent firecracker install`: gets Firecracker, its jailer and a kernel for microVMs.
+//! `emergent firecracker install`: installs Firecracker, its jailer and a kernel for microVMs.
 //!
-//! Every file is known by its checksum before it is put where it is looked for, wherever it came from.
+//! Invariant: a file is put in its place only after its SHA-256 was verified, whatever its source.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -17,25 +17,25 @@ use sha2::{Digest, Sha256};
 
 use crate::{output, progress};
 
-/// The largest file that is taken.
-const MOST_BYTES: u64 = 256 << 20;
+/// The size limit of a download.
+const MAX_BYTES: u64 = 256 << 20;
 const CONNECT_TIME: Duration = Duration::from_secs(15);
-/// Without a byte for so long a download has failed.
+/// A download fails after this time without a byte.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// A file that can be had, and what it must be.
+/// A file to download, with its checksum.
 struct Download {
     url: String,
     sha256: String,
 }
 
-/// A program of the release's archive.
+/// A program in the archive of the release, with its checksum.
 struct Member {
     path: String,
     sha256: String,
 }
 
-/// What is installed.
+/// The pinned files.
 struct Pins {
     archive: Download,
     firecracker: Member,
@@ -43,7 +43,7 @@ struct Pins {
     kernel: Download,
 }
 
-/// Firecracker's own release, and the kernel that its project tests it with.
+/// The release of the Firecracker project, and a kernel of its CI.
 fn pins() -> Pins {
     const VERSION: &str = "v1.16.1";
     let download = |url: String, sha256: &str| Download { url, sha256: sha256.to_owned() };
@@ -70,7 +70,7 @@ fn pins() -> Pins {
     }
 }
 
-/// Get what Firecracker microVMs need
+/// Install the programs that Firecracker microVMs need
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:\n  sudo emergent firecracker install")]
 pub(crate) struct FirecrackerArgs {
@@ -90,23 +90,23 @@ enum FirecrackerCommand {
     Install(InstallArgs),
 }
 
-/// Install Firecracker, its jailer and a kernel, each known by its checksum
+/// Install Firecracker, its jailer and a kernel, and verify their checksums
 ///
-/// They are put where the server and the manager look for them (FIRECRACKER_BIN, JAILER_BIN, FIRECRACKER_KERNEL, else under
-/// /usr/local); from then on `emergent serve` makes microVMs on hosts with KVM. What is there already is left as it is.
-/// The root file system of microVMs is made by the server, out of the workspace image.
+/// They are installed to the paths FIRECRACKER_BIN, JAILER_BIN and FIRECRACKER_KERNEL, by default under /usr/local. Then
+/// `emergent serve` creates microVMs on hosts with KVM. A file with the right checksum is not installed again. The server
+/// itself makes the root file system of microVMs from the workspace image.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   sudo emergent firecracker install
   sudo emergent firecracker install --from /media/usb        on a host without internet
   sudo emergent firecracker install --mirror https://mirror.example/firecracker
-  emergent doctor                                            says whether this host can run microVMs")]
+  emergent doctor                                            checks whether this host can run microVMs")]
 struct InstallArgs {
-    /// Take the files from this directory instead of the internet; they are checked all the same
+    /// Take the files from this directory instead of the internet; their checksums are verified too
     #[arg(long, value_name = "DIR", conflicts_with = "mirror")]
     from: Option<PathBuf>,
-    /// Download the files, by their own names, from below this address
+    /// Download the files from below this URL, under their original names
     #[arg(long, value_name = "URL")]
     mirror: Option<String>,
     /// The configuration file [default: emergent.toml in the working directory, if there is one]
@@ -117,35 +117,35 @@ struct InstallArgs {
     json: bool,
 }
 
-/// Where files come from.
+/// The source of the files.
 enum Source {
     Internet,
     Mirror(String),
     Directory(PathBuf),
 }
 
-/// Where files go.
+/// The paths that the files are installed to.
 struct Targets {
     firecracker: PathBuf,
     jailer: PathBuf,
     kernel: PathBuf,
 }
 
-/// What was done about one file.
+/// The result for one file.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Installed {
     path: PathBuf,
-    /// False: it was there.
+    /// False if the right file was there before.
     is_new: bool,
 }
 
-/// Installs.
+/// Installs the files and prints their paths.
 pub(crate) async fn run(args: FirecrackerArgs) -> Result<u8> {
     let FirecrackerCommand::Install(args) = args.command;
     if std::env::consts::ARCH != "x86_64" {
         bail!(
-            "there are pinned files for x86_64 only; get Firecracker, its jailer and a kernel for {} by other means and name \
-             them with FIRECRACKER_BIN, JAILER_BIN and FIRECRACKER_KERNEL",
+            "there are pinned files for x86_64 only: get Firecracker, its jailer and a kernel for {} from another source, and \
+             set FIRECRACKER_BIN, JAILER_BIN and FIRECRACKER_KERNEL to their paths",
             std::env::consts::ARCH
         );
     }
@@ -164,35 +164,33 @@ pub(crate) async fn run(args: FirecrackerArgs) -> Result<u8> {
         return Ok(0);
     }
     for file in &installed {
-        let what = if file.is_new { "installed" } else { "already there" };
-        output::line(format!("{what}: {}", file.path.display()))?;
+        let result = if file.is_new { "installed" } else { "already installed" };
+        output::line(format!("{result}: {}", file.path.display()))?;
     }
-    output::line(
-        "`emergent doctor` says whether this host can run microVMs; `emergent serve` then makes them",
-    )?;
+    output::line("next: `emergent doctor` checks whether this host can run microVMs")?;
     Ok(0)
 }
 
 async fn install(pins: &Pins, source: &Source, targets: &Targets) -> Result<Vec<Installed>> {
     let programs = [(&pins.firecracker, &targets.firecracker), (&pins.jailer, &targets.jailer)];
-    let are_there = programs.iter().all(|(member, target)| is_it(target, &member.sha256));
-    let is_kernel_there = is_it(&targets.kernel, &pins.kernel.sha256);
-    let work = tempfile::tempdir().context("a temporary directory")?;
-    if !are_there {
+    let has_programs = programs.iter().all(|(member, target)| has_checksum(target, &member.sha256));
+    let has_kernel = has_checksum(&targets.kernel, &pins.kernel.sha256);
+    let work = tempfile::tempdir().context("can't make a temporary directory")?;
+    if !has_programs {
         let archive = get(pins, source, &pins.archive, work.path()).await?;
         unpack(&archive, programs.map(|(member, _)| member), work.path())?;
         for (member, target) in programs {
             put(&work.path().join(&member.path), target, 0o755)?;
         }
     }
-    if !is_kernel_there {
+    if !has_kernel {
         put(&get(pins, source, &pins.kernel, work.path()).await?, &targets.kernel, 0o644)?;
     }
     let done = |path: &PathBuf, is_new| Installed { path: path.clone(), is_new };
     Ok(vec![
-        done(&targets.firecracker, !are_there),
-        done(&targets.jailer, !are_there),
-        done(&targets.kernel, !is_kernel_there),
+        done(&targets.firecracker, !has_programs),
+        done(&targets.jailer, !has_programs),
+        done(&targets.kernel, !has_kernel),
     ])
 }
 
@@ -200,7 +198,7 @@ fn file_name(download: &Download) -> &str {
     download.url.rsplit('/').next().unwrap_or_default()
 }
 
-/// A file that is what it must be.
+/// Gets a file from the source and verifies its checksum. Returns its path.
 async fn get(pins: &Pins, source: &Source, download: &Download, work: &Path) -> Result<PathBuf> {
     let name = file_name(download);
     let url = match source {
@@ -219,7 +217,7 @@ async fn get(pins: &Pins, source: &Source, download: &Download, work: &Path) -> 
         let files: Vec<String> =
             [&pins.archive, &pins.kernel].iter().map(|each| format!("  {}", each.url)).collect();
         anyhow!(
-            "{url} can't be downloaded: {error:#}\nWithout internet, get these files elsewhere and name their directory with \
+            "{url} can't be downloaded: {error:#}\nWithout internet access, copy these files to a directory and give it with \
              --from:\n{}",
             files.join("\n")
         )
@@ -231,29 +229,29 @@ async fn get(pins: &Pins, source: &Source, download: &Download, work: &Path) -> 
 fn check(what: &str, found: &str, wanted: &str) -> Result<()> {
     if found != wanted {
         bail!(
-            "{what} is not the file that was asked for: its SHA-256 is {found} instead of {wanted}; nothing was installed"
+            "{what} is not the expected file: its SHA-256 is {found} instead of {wanted}; it was not installed"
         );
     }
     Ok(())
 }
 
-/// Downloads a file, and gives its checksum.
+/// Downloads a file and returns its checksum.
 async fn fetch(url: &str, to: &Path) -> Result<String> {
     let client = reqwest::Client::builder().connect_timeout(CONNECT_TIME).read_timeout(SILENCE).build()?;
     let mut response = client.get(url).send().await?.error_for_status()?;
     let (mut file, mut hash, mut bytes) = (File::create(to)?, Sha256::new(), 0);
-    while let Some(piece) = response.chunk().await? {
-        bytes += piece.len() as u64;
-        if bytes > MOST_BYTES {
-            bail!("it is larger than {} MiB", MOST_BYTES >> 20);
+    while let Some(chunk) = response.chunk().await? {
+        bytes += chunk.len() as u64;
+        if bytes > MAX_BYTES {
+            bail!("it is larger than {} MiB", MAX_BYTES >> 20);
         }
-        hash.update(&piece);
-        file.write_all(&piece)?;
+        hash.update(&chunk);
+        file.write_all(&chunk)?;
     }
     Ok(hex::encode(hash.finalize()))
 }
 
-fn is_it(path: &Path, sha256: &str) -> bool {
+fn has_checksum(path: &Path, sha256: &str) -> bool {
     sha256_of(path).is_ok_and(|found| found == sha256)
 }
 
@@ -267,11 +265,11 @@ fn sha256_of(path: &Path) -> std::io::Result<String> {
     }
 }
 
-/// Takes programs out of an archive.
+/// Extracts programs from an archive and verifies their checksums.
 fn unpack(archive: &Path, members: [&Member; 2], into: &Path) -> Result<()> {
     let mut tar = Command::new("tar");
     tar.arg("-xzf").arg(archive).arg("-C").arg(into).arg("--no-same-owner");
-    let unpacked = tar.args(members.map(|member| &member.path)).output().context("tar")?;
+    let unpacked = tar.args(members.map(|member| &member.path)).output().context("can't run tar")?;
     if !unpacked.status.success() {
         bail!(
             "{} can't be unpacked: {}",
@@ -286,7 +284,7 @@ fn unpack(archive: &Path, members: [&Member; 2], into: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Puts a file in its place as a whole, also where a program of that name runs.
+/// Copies a file to its place by a rename, which is atomic and works while the old program runs.
 fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
     let put = || -> std::io::Result<()> {
         let directory = to.parent().unwrap_or(Path::new("/"));
@@ -308,7 +306,7 @@ mod tests {
 
     use super::*;
 
-    /// A release as it is published, and the kernel beside it, in a directory.
+    /// Makes a directory with the archive of a release and a kernel.
     fn release(directory: &Path) -> Pins {
         let mut members = Vec::new();
         for name in ["firecracker", "jailer"] {
@@ -337,33 +335,33 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn files_are_installed_once() {
+    async fn installed_files_are_not_installed_again() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (pins, targets) = (release(from.path()), targets(to.path()));
         let source = Source::Directory(from.path().to_owned());
         let done = install(&pins, &source, &targets).await.unwrap();
         assert!(done.iter().all(|file| file.is_new), "{done:?}");
-        let said = Command::new(&targets.jailer).output().unwrap();
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "jailer\n");
-        assert_eq!(fs::read_dir(to.path().join("bin")).unwrap().count(), 3, "something is left");
-        // Nothing is looked for that is there.
+        let output = Command::new(&targets.jailer).output().unwrap();
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "jailer\n");
+        assert_eq!(fs::read_dir(to.path().join("bin")).unwrap().count(), 3, "a temporary file is left");
+        // The source is not used for files that are installed.
         let done = install(&pins, &Source::Internet, &targets).await.unwrap();
         assert!(done.iter().all(|file| !file.is_new), "{done:?}");
     }
 
     #[tokio::test]
-    async fn what_is_not_the_right_file_is_not_installed() {
+    async fn file_with_another_checksum_is_not_installed() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (pins, targets) = (release(from.path()), targets(to.path()));
         fs::write(from.path().join("vmlinux"), "another kernel").unwrap();
         let source = Source::Directory(from.path().to_owned());
         let error = install(&pins, &source, &targets).await.unwrap_err().to_string();
-        assert!(error.contains("vmlinux is not the file that was asked for"), "{error}");
+        assert!(error.contains("vmlinux is not the expected file"), "{error}");
         assert!(!targets.kernel.exists());
     }
 
     #[tokio::test]
-    async fn a_mirror_is_asked_for_each_file_by_its_name() {
+    async fn mirror_is_asked_for_each_file_by_its_name() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (pins, targets) = (release(from.path()), targets(to.path()));
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -390,7 +388,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_network_it_says_what_to_do() {
+    async fn failed_download_names_the_files_to_copy_by_hand() {
         let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let pins = release(from.path());
         let error = install(&pins, &Source::Internet, &targets(to.path())).await.unwrap_err().to_string();
@@ -400,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn checksums_are_whole() {
+    fn pinned_checksums_have_32_bytes() {
         let pins = pins();
         for sha256 in
             [&pins.archive.sha256, &pins.kernel.sha256, &pins.firecracker.sha256, &pins.jailer.sha256]

@@ -1,4 +1,4 @@
-//! `emergent firecracker-manager`: the service that makes microVMs on a host with KVM.
+//! `emergent firecracker-manager`: the service that runs microVMs on a host with KVM.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -11,34 +11,34 @@ use emergent_control_plane::{ManagerAddress, Overrides, Settings};
 use crate::serve::{start_logging, stop_signal};
 use crate::values::shell_word;
 
-/// Where the manager keeps its files, unless told otherwise.
+/// The default data directory.
 const DATA_DIR: &str = "/var/lib/emergent/firecracker";
 
-/// Run the service that makes Firecracker microVMs on this host
+/// Run the service that manages Firecracker microVMs on this host
 ///
-/// One for each host with KVM; servers on this or other hosts ask it for microVMs. A server with nothing else set is
-/// its own manager, so a single host needs only `emergent serve`. MicroVMs outlive the manager: it finds them again when
-/// it starts. Needs root.
+/// Each host with KVM runs one manager, and servers on this or other hosts request microVMs from it. A single host needs only
+/// `emergent serve`: a server without FIRECRACKER_MANAGER_URL runs a manager itself. MicroVMs outlive the manager: the next
+/// one finds them when it starts. Needs root.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
-  emergent firecracker-manager                           on a socket in its directory
+  emergent firecracker-manager                           listens on a socket in its data directory
   FIRECRACKER_MANAGER_URL=unix:/var/lib/emergent/firecracker/manager.sock emergent serve
   EMERGENT_TLS_CERTIFICATE=cert.pem EMERGENT_TLS_KEY=key.pem \\
     emergent firecracker-manager --listen 0.0.0.0:7172   for servers on other hosts, which need
                                                          FIRECRACKER_MANAGER_URL and _TOKEN
   FIRECRACKER_MAX_VMS=200 emergent firecracker-manager
 
-Servers need the token that is in the file manager-token of the data directory, or the one that FIRECRACKER_MANAGER_TOKEN \
-gives to both. `emergent firecracker install` gets Firecracker, its jailer and a kernel.")]
+Servers need the manager's token. It is in the file manager-token of the data directory, unless FIRECRACKER_MANAGER_TOKEN \
+sets it for both. `emergent firecracker install` installs Firecracker, its jailer and a kernel.")]
 pub(crate) struct ManagerArgs {
-    /// Listen on this port instead of a socket; with TLS unless only this host reaches it
+    /// Listen on this address instead of a socket. An address that other hosts reach needs TLS
     #[arg(long, value_name = "ADDR:PORT", env = "FIRECRACKER_MANAGER_LISTEN", hide_env_values = true)]
     listen: Option<SocketAddr>,
     /// Listen on this socket [default: manager.sock in the data directory]
     #[arg(long, value_name = "PATH", conflicts_with = "listen")]
     socket: Option<PathBuf>,
-    /// Where the manager keeps disks, images and records
+    /// The data directory, with disks, images and records
     #[arg(
         long,
         value_name = "DIR",
@@ -52,7 +52,7 @@ pub(crate) struct ManagerArgs {
     config: Option<PathBuf>,
 }
 
-/// Manages until told to stop.
+/// Runs the manager until SIGTERM or SIGINT.
 pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
     let settings = Settings::load(args.config.as_deref(), &Overrides::default())?;
     start_logging(&settings.log)?;
@@ -70,10 +70,10 @@ pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
         let on_ready = |url: &str, token: &Path| {
             let token = shell_word(&token.to_string_lossy());
             let text = format!(
-                "listening on {url}\n\nA server uses it with:\n  \
+                "listening on {url}\n\nStart a server that uses it with:\n  \
                  FIRECRACKER_MANAGER_URL={url} FIRECRACKER_MANAGER_TOKEN=$(cat {token}) emergent serve\n"
             );
-            // It goes on, also when nobody reads this.
+            // A closed stdout does not end the manager.
             let mut stdout = io::stdout().lock();
             let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
         };
@@ -89,7 +89,7 @@ pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
         .map_err(|error| anyhow!("{error}"))?;
         Ok(0)
     });
-    // What still waits for others, such as the firewall's lock, is done by the next manager.
+    // A task may wait for long, such as for the lock of the firewall. The next manager does its work.
     runtime.shutdown_background();
     result
 }

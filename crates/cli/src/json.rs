@@ -1,6 +1,6 @@
-//! Indents JSON text without changing anything else in it: the server's order of keys and its numbers stay.
+//! Indents JSON text. The order of keys and the form of numbers are unchanged.
 
-/// The same JSON with one value a line. Text that is not JSON comes out in some shape, but with all its characters.
+/// The JSON with one value on each line. Text that is not JSON is indented too, and keeps all its characters but white space.
 pub(crate) fn pretty(text: &str) -> String {
     let mut out = String::with_capacity(text.len() * 2);
     let mut depth = 0_usize;
@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_stay_in_their_order() {
+    fn pretty_keeps_the_order_of_keys() {
         let text = r#"{"z":1,"a":[],"m":{"k":"a: {\"b\\\"}, [c]\\"},"l":[1, {}]}"#;
         let expected = r#"{
   "z": 1,
@@ -105,12 +105,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn pretty_text_is_what_serde_writes(value in json()) {
+        fn pretty_equals_the_pretty_text_of_serde_json(value in json()) {
             prop_assert_eq!(pretty(&value.to_string()), serde_json::to_string_pretty(&value).unwrap());
         }
 
         #[test]
-        fn nothing_makes_it_panic(text in ".*") {
+        fn pretty_never_panics(text in ".*") {
             pretty(&text);
         }
     }

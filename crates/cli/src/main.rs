@@ -1,14 +1,14 @@
 //! `emergent`: the server, its client, and a doctor for the machine, in one binary.
 //!
-//! This file only chooses what runs. Every command returns the exit code it wants; an error becomes one line on
-//! stderr and exit code 1 (2 is clap's, for a command line that can't be understood).
+//! This file dispatches to the commands. A command returns its exit code. An error becomes one line on stderr and exit code 1.
+//! clap exits with 2 for an invalid command line.
 //!
 //! ```text
-//! args        the command line            workspace/  the client's commands for workspaces and their tools
-//! client      REST calls                  mcp/, snapshot, quarantine, pool, token, events, audit
+//! args        the command line            workspace/  commands for workspaces and their tools
+//! client/     the REST client             mcp/, snapshot, quarantine, pool, token, events, audit
 //! sse         streamed answers            serve       the server
-//! pick        short ids                   doctor/     what works on this machine
-//! output, json, values, progress          how things are written and read
+//! short_id    prefixes of ids             doctor/     checks of this machine
+//! output, json, values, progress          formats and terminal output
 //! ```
 
 mod args;
@@ -23,11 +23,11 @@ mod firecracker_manager;
 mod json;
 mod mcp;
 mod output;
-mod pick;
 mod pool;
 mod progress;
 mod quarantine;
 mod serve;
+mod short_id;
 mod snapshot;
 mod sse;
 mod token;
@@ -44,7 +44,7 @@ use crate::args::{Cli, Command};
 use crate::client::ApiError;
 use crate::output::StdoutClosed;
 
-/// What a program gives that died of SIGPIPE, as it would have without our handling.
+/// The exit code of a program that SIGPIPE killed, as a shell reports it.
 const EXIT_STDOUT_CLOSED: u8 = 141;
 
 fn main() -> ExitCode {
@@ -85,23 +85,23 @@ fn run(command: Command) -> Result<u8> {
     }
 }
 
-/// Client commands do one thing at a time: one thread is enough, and starts faster.
+/// Runs a client command. One thread is enough for it, and starts faster.
 fn block_on(work: impl Future<Output = Result<u8>>) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("can't start the runtime")?;
     let result = runtime.block_on(work);
-    // A blocking thread that hangs (a dead file system, say) must not keep the command from ending.
+    // A blocked thread, such as one that reads a hung file system, does not delay the exit.
     runtime.shutdown_background();
     result
 }
 
-/// One line for people on stderr; with `--json` the server's own words on stdout for the program that reads it.
+/// Prints the error on stderr. With `--json` the server's error body goes to stdout.
 fn report(error: &anyhow::Error, json: bool) {
     let refused = error.downcast_ref::<ApiError>();
     if let (true, Some(body)) = (json, refused.and_then(|refused| refused.body.as_ref())) {
-        // Whoever reads stdout may be gone; the exit code says the rest.
+        // A closed stdout changes nothing: the exit code reports the failure.
         let _ = output::line(json::pretty(body));
     }
     output::note(format_args!("error: {}", output::printable(&format!("{error:#}"))));

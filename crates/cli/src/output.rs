@@ -1,7 +1,7 @@
-//! Everything that is written to the terminal goes through here.
+//! The terminal output of client commands.
 //!
-//! Results go to stdout, everything else (progress, notes, warnings, errors) to stderr, so that a pipe gets results
-//! only. When the reader of stdout goes away the command ends, without a word: that is [`StdoutClosed`].
+//! Results go to stdout. Progress, notes, warnings and errors go to stderr, so that a pipe gets results only. When the reader of
+//! stdout closes it, the command ends without a message: that is [`StdoutClosed`].
 
 use std::fmt::{self, Display};
 use std::io::{self, IsTerminal, Write};
@@ -9,13 +9,13 @@ use std::io::{self, IsTerminal, Write};
 use anyhow::{Context as _, Result};
 use emergent_wire::unreadable::UnreadableRow;
 
-/// Nobody reads stdout any more.
+/// The reader of stdout has closed it.
 #[derive(Debug)]
 pub(crate) struct StdoutClosed;
 
 impl Display for StdoutClosed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("nobody reads the output any more")
+        f.write_str("the reader of stdout has closed it")
     }
 }
 
@@ -28,12 +28,12 @@ fn written(result: io::Result<()>) -> Result<()> {
     }
 }
 
-/// One line on stdout.
+/// Writes a line to stdout.
 pub(crate) fn line(text: impl Display) -> Result<()> {
     written(writeln!(io::stdout().lock(), "{text}"))
 }
 
-/// Text on stdout, with an end of line unless it has one; nothing when it is empty.
+/// Writes a text to stdout, and a newline unless it ends with one. An empty text writes nothing.
 pub(crate) fn text(text: &str) -> Result<()> {
     match text {
         "" => Ok(()),
@@ -42,48 +42,48 @@ pub(crate) fn text(text: &str) -> Result<()> {
     }
 }
 
-/// Exact bytes on stdout, at once.
+/// Writes bytes to stdout and flushes.
 pub(crate) fn bytes(bytes: &[u8]) -> Result<()> {
     let mut stdout = io::stdout().lock();
     written(stdout.write_all(bytes).and_then(|()| stdout.flush()))
 }
 
-/// One line on stderr. If nobody reads it, it is lost.
+/// Writes a line to stderr. Errors are ignored.
 pub(crate) fn note(text: impl Display) {
     let _ = writeln!(io::stderr().lock(), "{text}");
 }
 
-/// The damaged rows of a list, which its table can't show.
+/// Reports the damaged rows of a list on stderr, because its table has no place for them.
 pub(crate) fn damaged(rows: &[UnreadableRow]) {
     rows.iter().for_each(|row| note(format_args!("can't be shown: {}", one_line(&row.error))));
 }
 
-/// Exact bytes on stderr.
+/// Writes bytes to stderr and flushes. Errors are ignored.
 pub(crate) fn error_bytes(bytes: &[u8]) {
     let mut stderr = io::stderr().lock();
     let _ = stderr.write_all(bytes).and_then(|()| stderr.flush());
 }
 
-/// Whether a person looks at stdout.
+/// Whether stdout is a terminal.
 pub(crate) fn stdout_is_terminal() -> bool {
     io::stdout().is_terminal()
 }
 
-/// Whether a person looks at stderr.
+/// Whether stderr is a terminal.
 pub(crate) fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()
 }
 
-/// Columns, as wide as what is in them.
+/// A table of text. Each column is as wide as its widest cell.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
-    /// Whether the first row is a head, which alone is not worth showing.
+    /// Whether the first row is a header. A header without rows is not printed.
     has_head: bool,
 }
 
 impl Table {
-    /// A table with a head.
+    /// A table with a header.
     pub(crate) fn with_head<const N: usize>(head: [&str; N]) -> Self {
         Self { rows: vec![head.iter().map(|cell| (*cell).to_owned()).collect()], has_head: true }
     }
@@ -93,14 +93,14 @@ impl Table {
         self.rows.push(cells.map(|cell| one_line(&cell)).into());
     }
 
-    /// Adds a name and its value, unless there is none.
+    /// Adds a row of a name and its value, if there is a value.
     pub(crate) fn field(&mut self, name: &str, value: Option<impl Display>) {
         if let Some(value) = value {
             self.row([name.to_owned(), value.to_string()]);
         }
     }
 
-    /// The table as text; empty when there is nothing in it.
+    /// The table as text. A table without rows is empty.
     pub(crate) fn render(&self) -> String {
         if self.has_head && self.rows.len() == 1 {
             return String::new();
@@ -129,7 +129,7 @@ impl Table {
     }
 }
 
-/// The text on one line, without anything that a terminal would obey.
+/// The text on one line, with control characters replaced. They could control the terminal.
 pub(crate) fn one_line(text: &str) -> String {
     if !text.contains(char::is_control) {
         return text.to_owned();
@@ -138,7 +138,7 @@ pub(crate) fn one_line(text: &str) -> String {
     words.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// The text as it is, but without anything that a terminal would obey: it may come out of a sandbox.
+/// The text with control characters replaced, except for newlines and tabs. Text of a sandbox could control the terminal.
 pub(crate) fn printable(text: &str) -> String {
     let harmless = |c: char| !c.is_control() || matches!(c, '\n' | '\t');
     text.chars().map(|c| if harmless(c) { c } else { '\u{fffd}' }).collect()
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_without_rows_is_nothing() {
+    fn table_without_rows_renders_to_nothing() {
         assert_eq!(Table::with_head(["ID"]).render(), "");
         assert_eq!(Table::default().render(), "");
         let mut fields = Table::default();
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cell_is_one_line_that_no_terminal_obeys() {
+    fn control_characters_are_replaced() {
         let mut table = Table::default();
         table.row(["a\nb\t c\u{1b}[31m".into(), "x".into()]);
         assert_eq!(table.render(), "a b c\u{fffd}[31m  x\n");

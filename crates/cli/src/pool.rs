@@ -1,19 +1,19 @@
-//! `emergent pool`.
+//! `emergent pool`: shows and sets the warm pool.
 
 use anyhow::{Result, anyhow};
 use clap::{Args, Subcommand};
 use emergent_wire::pool::{PoolShape, PoolStatus, PoolTarget};
 use emergent_wire::workspace::RequestedLimits;
 
-use crate::client::Call;
+use crate::client::calls;
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
 use crate::output::{self, Table};
 
-/// Look at the warm pool, and change it
+/// Show and set the warm pool
 ///
-/// Spares are sandboxes that are started before anybody asks for them: a workspace that fits one is ready in
-/// milliseconds. What is set here holds until it is set again or reset, also after a restart of the server.
+/// Spares are sandboxes that the server starts ahead. A workspace that fits a spare is ready in milliseconds. A size that is set
+/// here stays after a restart of the server, until it is set again or reset.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -31,36 +31,36 @@ pub(crate) struct PoolArgs {
 
 #[derive(Subcommand, Debug)]
 enum PoolCommand {
-    /// Show what waits, and what shall wait
+    /// Show the spares, and the size that the pool should have
     #[command(after_help = "Examples:\n  emergent pool show")]
     Show,
-    /// Set what shall wait
+    /// Set the shapes and numbers of spares; they replace all earlier ones
     #[command(after_help = "\
 Examples:
   emergent pool set --size 3                                   three with the default image and limits
-  emergent pool set --shape size=1,image=my/image:1,memory=2G  one of another kind, and nothing else")]
+  emergent pool set --shape size=1,image=my/image:1,memory=2G  one of another shape, and nothing else")]
     Set {
-        /// So many with the default image and limits
+        /// The number of spares with the default image and limits
         #[arg(long, value_name = "COUNT", required_unless_present = "shape")]
         size: Option<u32>,
-        /// A kind of spare: size=N and any of provider, image, cpu, memory, disk, network
+        /// A shape of spares: size=N and any of provider, image, cpu, memory, disk, network
         #[arg(long, value_name = "KEY=VALUE,…", value_parser = shape)]
         shape: Vec<PoolShape>,
     },
-    /// Let nothing wait; spares that wait are removed
+    /// Turn the pool off and remove all spares
     #[command(after_help = "Examples:\n  emergent pool off")]
     Off,
-    /// Let the server's configuration say again what shall wait
+    /// Go back to the pool of the server's configuration
     #[command(after_help = "Examples:\n  emergent pool reset")]
     Reset,
 }
 
-const PLAIN: PoolShape =
+const DEFAULT_SHAPE: PoolShape =
     PoolShape { size: 0, provider: None, image: None, resource_limits: None, network: None };
 
 /// Parses `size=2,image=…,memory=2G`.
 fn shape(text: &str) -> Result<PoolShape> {
-    let mut shape = PLAIN;
+    let mut shape = DEFAULT_SHAPE;
     let mut limits = RequestedLimits::default();
     let mut has_size = false;
     for part in text.split(',').filter(|part| !part.trim().is_empty()) {
@@ -85,7 +85,7 @@ fn shape(text: &str) -> Result<PoolShape> {
         }
     }
     if !has_size {
-        return Err(anyhow!("size is missing: how many shall wait?"));
+        return Err(anyhow!("size is missing: add size=N, the number of spares"));
     }
     shape.resource_limits = Some(limits).filter(|limits| *limits != RequestedLimits::default());
     Ok(shape)
@@ -94,16 +94,15 @@ fn shape(text: &str) -> Result<PoolShape> {
 /// Runs one of the commands.
 pub(crate) async fn run(args: PoolArgs) -> Result<u8> {
     let context = Context::open(&args.connection)?;
-    let path = ["agent", "pool"];
     let call = match args.command {
-        PoolCommand::Show => Call::get(&path),
+        PoolCommand::Show => calls::get_pool(),
         PoolCommand::Set { size, shape } => {
-            let plain = size.map(|size| PoolShape { size, ..PLAIN });
-            let shapes = plain.into_iter().chain(shape).collect();
-            Call::put(&path).body(&PoolTarget { shapes })?
+            let default = size.map(|size| PoolShape { size, ..DEFAULT_SHAPE });
+            let shapes = default.into_iter().chain(shape).collect();
+            calls::set_pool().body(&PoolTarget { shapes })?
         }
-        PoolCommand::Off => Call::put(&path).body(&PoolTarget::default())?,
-        PoolCommand::Reset => Call::delete(&path),
+        PoolCommand::Off => calls::set_pool().body(&PoolTarget::default())?,
+        PoolCommand::Reset => calls::reset_pool(),
     };
     let answer = context.client.call(call).await?;
     context.show(&answer, |pool: PoolStatus| show(&pool))?;
@@ -134,7 +133,7 @@ fn show(pool: &PoolStatus) -> Result<()> {
         output::note("the pool is off; turn it on with: emergent pool set --size 2");
     }
     if pool.leaving > 0 {
-        output::note(format_args!("{} spares are on their way out", pool.leaving));
+        output::note(format_args!("{} spares are being removed", pool.leaving));
     }
     Ok(())
 }
@@ -144,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shape_is_written_as_keys_and_values() {
+    fn pool_shape_is_parsed_from_key_value_pairs() {
         let parsed =
             serde_json::to_value(shape("size=2, image=a/b:1,cpu=0.5,network=isolated").unwrap()).unwrap();
         let expected = serde_json::json!({

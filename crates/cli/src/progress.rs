@@ -1,15 +1,15 @@
-//! A sign of life on a terminal while the server works.
+//! The progress line on a terminal while the server works.
 
 use std::future::Future;
 use std::time::{Duration, Instant};
 
 use crate::output;
 
-/// Nothing is shown for work that is done sooner.
-const PATIENCE: Duration = Duration::from_millis(300);
+/// Work that ends sooner shows no progress.
+const DELAY: Duration = Duration::from_millis(300);
 const FRAMES: [char; 10] = ['⠋', '⠙', '⠹', '⠸', '⠼', '⠴', '⠦', '⠧', '⠇', '⠏'];
 
-/// Does the work, and says on stderr what is being waited for if that is a terminal.
+/// Awaits the work. If stderr is a terminal, it shows `what` and the elapsed time meanwhile.
 pub(crate) async fn during<T>(what: &str, work: impl Future<Output = T>) -> T {
     if !output::stderr_is_terminal() {
         return work.await;
@@ -18,7 +18,7 @@ pub(crate) async fn during<T>(what: &str, work: impl Future<Output = T>) -> T {
     let mut work = std::pin::pin!(work);
     let mut shown = false;
     for frame in FRAMES.iter().cycle() {
-        let pause = if shown { Duration::from_millis(100) } else { PATIENCE };
+        let pause = if shown { Duration::from_millis(100) } else { DELAY };
         match tokio::time::timeout(pause, &mut work).await {
             Ok(result) => {
                 if shown {

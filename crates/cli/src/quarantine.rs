@@ -1,19 +1,19 @@
-//! `emergent quarantine`.
+//! `emergent quarantine`: lists, restores and purges disks without a database record.
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use emergent_wire::SnapshotId;
 use emergent_wire::snapshot::{Snapshot, SnapshotList};
 
-use crate::client::Call;
+use crate::client::{Call, calls};
 use crate::connection::ConnectionArgs;
 use crate::context::{Context, PAGE};
-use crate::{output, pick, snapshot};
+use crate::{output, short_id, snapshot};
 
 /// Restore disks that were found without a record in the database
 ///
-/// After a database was lost (`emergent serve --adopt`) or restored from an older backup, there are disks that it knows nothing of.
-/// The server never removes such a disk at once: it keeps it here for `workspaces.quarantine_days`.
+/// A database that is new (`emergent serve --adopt`) or restored from an older backup has no records of some disks. The server
+/// keeps such disks in quarantine for `workspaces.quarantine_days` before it removes them.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -30,29 +30,29 @@ pub(crate) struct QuarantineArgs {
 
 #[derive(Subcommand, Debug)]
 enum QuarantineCommand {
-    /// List what is in quarantine, newest first
+    /// List the disks in quarantine, newest first
     #[command(visible_alias = "ls", after_help = "Examples:\n  emergent quarantine list")]
     List,
-    /// Make ordinary snapshots of what is in quarantine
+    /// Turn disks in quarantine into ordinary snapshots
     #[command(
         after_help = "Examples:\n  emergent quarantine restore 3fa2c9d1\n  emergent quarantine restore --all"
     )]
     Restore(Chosen),
-    /// Remove what is in quarantine for good
+    /// Remove disks in quarantine for good
     #[command(
         after_help = "Examples:\n  emergent quarantine purge 3fa2c9d1\n  emergent quarantine purge --all"
     )]
     Purge(Chosen),
 }
 
-/// Which of them.
+/// The selected disks.
 #[derive(Args, Debug)]
 #[group(required = true, multiple = false)]
 struct Chosen {
-    /// Ids, or unique pieces of their beginnings or ends
+    /// Ids, or unique prefixes or suffixes of them
     #[arg(value_name = "ID")]
     ids: Vec<String>,
-    /// All that is in quarantine
+    /// All disks in quarantine
     #[arg(long)]
     all: bool,
 }
@@ -67,7 +67,7 @@ pub(crate) async fn run(args: QuarantineArgs) -> Result<u8> {
                 snapshot::table(&list.snapshots).print()?;
                 output::damaged(&list.unreadable);
                 if list.snapshots.is_empty() {
-                    output::note("nothing is in quarantine");
+                    output::note("the quarantine is empty");
                 }
                 if list.next_cursor.is_some() {
                     output::note(format_args!("only the newest {} are shown", list.snapshots.len()));
@@ -77,17 +77,17 @@ pub(crate) async fn run(args: QuarantineArgs) -> Result<u8> {
         }
         QuarantineCommand::Restore(chosen) => {
             for id in chosen.ids(&context).await? {
-                let path = ["agent", "workspaces", "quarantine", &id.to_string(), "restore"];
-                let answer = context.client.call(Call::post(&path)).await?;
+                let answer = context.client.call(calls::restore_from_quarantine(id)).await?;
                 context.show(&answer, |_: Snapshot| {
-                    output::line(format_args!("{id} is a snapshot now: emergent snapshot restore {id}"))
+                    output::line(format_args!(
+                        "{id} is a snapshot now; make a workspace of it with: emergent snapshot restore {id}"
+                    ))
                 })?;
             }
         }
         QuarantineCommand::Purge(chosen) => {
             for id in chosen.ids(&context).await? {
-                let path = ["agent", "workspaces", "quarantine", &id.to_string()];
-                let answer = context.client.call(Call::delete(&path)).await?;
+                let answer = context.client.call(calls::purge_from_quarantine(id)).await?;
                 context.show(&answer, |_: serde_json::Value| output::line(format_args!("{id} removed")))?;
             }
         }
@@ -96,7 +96,7 @@ pub(crate) async fn run(args: QuarantineArgs) -> Result<u8> {
 }
 
 fn list_call() -> Call {
-    Call::get(&["agent", "workspaces", "quarantine"]).query("limit", Some(PAGE))
+    calls::list_quarantine().query("limit", Some(PAGE))
 }
 
 impl Chosen {
@@ -109,9 +109,9 @@ impl Chosen {
             if let Ok(id) = given.parse() {
                 return Ok(id);
             }
-            pick::check(given)?;
+            short_id::check(given)?;
             let candidates = list.snapshots.iter().map(|each| (each.id, each.workspace_id.to_string()));
-            pick::by_id("snapshot in quarantine", given, candidates.collect())
+            short_id::resolve("snapshot in quarantine", given, candidates.collect())
         };
         self.ids.iter().map(find).collect()
     }

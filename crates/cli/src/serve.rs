@@ -1,4 +1,4 @@
-//! `emergent serve`: settings, logs, signals; the server itself is `emergent-control-plane`.
+//! `emergent serve`: loads the settings, sets up logging and signals, and runs the server of `emergent-control-plane`.
 
 use std::io::{self, Write};
 use std::net::SocketAddr;
@@ -13,29 +13,30 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
 
+use crate::client::calls;
 use crate::connection::TOKEN_FILE;
 use crate::output;
 use crate::values::shell_word;
 
 /// Start the server
 ///
-/// It keeps its files in the data directory and listens on 127.0.0.1:7171 unless told otherwise. It prints
-/// `listening on URL` when it takes calls. Ctrl-C or SIGTERM ends it in good order; a second one ends it at once.
-/// Workspaces outlive the server: it finds them again when it starts.
+/// The server keeps its files in the data directory and listens on 127.0.0.1:7171 by default. It prints `listening on URL` when
+/// it takes requests. At Ctrl-C or SIGTERM it finishes running calls and exits; a second signal ends it at once. Workspaces
+/// outlive the server: it finds them again when it starts.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent serve
-  emergent serve --listen 127.0.0.1:0 --data-dir /tmp/try      a free port, files elsewhere
+  emergent serve --listen 127.0.0.1:0 --data-dir /tmp/try      on a free port, with another data directory
   EMERGENT_LOG=debug EMERGENT_LOG_FORMAT=json emergent serve
   DATABASE_URL=postgres://user:password@host/database emergent serve
 
-Settings are taken from flags, then the environment, then the configuration file, then defaults.")]
+A flag overrides its environment variable, which overrides the configuration file, which overrides the default.")]
 pub(crate) struct ServeArgs {
-    /// Where to listen; port 0 takes a free one [env: EMERGENT_LISTEN] [default: 127.0.0.1:7171]
+    /// The address to listen on; port 0 takes a free port [env: EMERGENT_LISTEN] [default: 127.0.0.1:7171]
     #[arg(long, value_name = "ADDR:PORT")]
     listen: Option<SocketAddr>,
-    /// Where the server keeps its files [env: EMERGENT_DATA_DIR]
+    /// The data directory [env: EMERGENT_DATA_DIR]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
     /// The configuration file [default: emergent.toml in the working directory, if there is one]
@@ -44,18 +45,18 @@ pub(crate) struct ServeArgs {
     /// Allow workspaces in plain containers (`--provider docker`), which share the host's kernel
     #[arg(long)]
     allow_docker: bool,
-    /// Take over the disks of an installation whose database is lost: they go to quarantine (see `emergent quarantine`)
+    /// Move the disks of an installation whose database is lost to quarantine (see `emergent quarantine`)
     #[arg(long, conflicts_with = "discard_existing")]
     adopt: bool,
-    /// Set aside the files of another installation in the data directory, and begin anew (nothing is removed)
+    /// Move the files of another installation aside and start a new one; nothing is removed
     #[arg(long)]
     discard_existing: bool,
-    /// Replace an encryption key that is lost: what was sealed with it (variables of workspaces and MCP servers) is removed
+    /// Replace a lost encryption key. The variables of workspaces and MCP servers, which were sealed with it, are removed
     #[arg(long)]
     new_key: bool,
 }
 
-/// Serves until told to stop.
+/// Serves until SIGTERM or SIGINT.
 pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
     let overrides = Overrides {
         listen: args.listen,
@@ -79,11 +80,11 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
         let stopped = stop_signal()?;
         let on_ready = move |running: &Running| {
             let text = greeting(running, certificate.as_deref());
-            // The server serves on, also when nobody reads this.
+            // A closed stdout does not end the server.
             let mut stdout = io::stdout().lock();
             let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
         };
-        // Its text has the causes in it already.
+        // The text of a `ServeError` includes its causes.
         emergent_control_plane::serve(settings, stopped, on_ready)
             .await
             .map_err(|error| anyhow!("{error}"))?;
@@ -92,7 +93,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
 }
 
 pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
-    // The MCP library logs whole requests: what is asked for by name is shown, never by accident.
+    // The MCP library logs whole requests, so its target must be named in the filter to be logged.
     let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
     let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
         anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
@@ -108,7 +109,7 @@ pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
     started.map_err(|error| anyhow!("can't set up logging: {error}"))
 }
 
-/// Ends when the first stop signal comes. A second one ends the process, whatever it is doing.
+/// Ends at the first SIGTERM or SIGINT. The second one ends the process at once.
 pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     let mut terminate = signal(SignalKind::terminate()).context("can't handle SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("can't handle SIGINT")?;
@@ -133,7 +134,7 @@ pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static>
     })
 }
 
-/// Where the server listens, and three lines to try.
+/// The first output: the server's URL, and three commands to try.
 fn greeting(running: &Running, certificate: Option<&Path>) -> String {
     let url = &running.url;
     let (mut workspace, mut curl) = (format!("{} workspace", this_program()), "curl".to_owned());
@@ -149,25 +150,26 @@ fn greeting(running: &Running, certificate: Option<&Path>) -> String {
     let token_file = running.data_dir.join(TOKEN_FILE);
     let token = shell_word(&token_file.to_string_lossy());
     let first = if running.first_start {
-        format!("An admin token was made: it is in {token}, where `emergent` finds it.\n")
+        format!("The first start created an admin token. `emergent` reads it from {token}.\n")
     } else if token_file.exists() {
         String::new()
     } else {
         format!(
-            "There is no admin token in {token}: set EMERGENT_TOKEN to one that you have, or make a new one \
-             with `touch {token}` and another start.\n"
+            "{token} has no admin token: set EMERGENT_TOKEN to a token that you have, or create a new one with \
+             `touch {token}` and a restart.\n"
         )
     };
     format!(
         "listening on {url}\n\n\
-         {first}Try in another terminal:\n  \
+         {first}Try it in another terminal:\n  \
          id=$({workspace} create -q)\n  \
          {workspace} bash \"$id\" -- 'uname -a'\n  \
-         {curl} -H \"Authorization: Bearer $(cat {token})\" {url}/api/v1/agent/workspaces/providers\n"
+         {curl} -H \"Authorization: Bearer $(cat {token})\" {url}{}\n",
+        calls::PROVIDERS
     )
 }
 
-/// How to call this program: by its name where the shell finds it, else by its path.
+/// The shell word that runs this program: its name if PATH finds it, else its path.
 fn this_program() -> String {
     let Ok(path) = std::env::current_exe() else {
         return "emergent".to_owned();
@@ -187,7 +189,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_three_lines_can_be_copied() {
+    fn commands_of_the_greeting_are_valid_shell_for_this_server() {
         let running = Running {
             url: "https://127.0.0.1:7".to_owned(),
             data_dir: PathBuf::from("/tmp/with space"),

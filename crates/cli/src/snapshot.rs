@@ -1,4 +1,4 @@
-//! `emergent snapshot`.
+//! `emergent snapshot`: copies workspaces, and makes workspaces of the copies.
 
 use anyhow::Result;
 use chrono::Utc;
@@ -7,17 +7,17 @@ use emergent_wire::SnapshotId;
 use emergent_wire::snapshot::{CreateSnapshot, FromSnapshot, Snapshot, SnapshotList};
 use emergent_wire::workspace::{NetworkMode, Workspace};
 
-use crate::client::Call;
+use crate::client::{Call, calls};
 use crate::connection::ConnectionArgs;
 use crate::context::{Context, PAGE};
 use crate::output::{self, Table};
 use crate::values::{self, LimitArgs, age, one_of};
-use crate::{pick, progress, workspace};
+use crate::{progress, short_id, workspace};
 
-/// Copy workspaces' files, and make workspaces of the copies
+/// Copy workspaces, and make workspaces of the copies
 ///
-/// A snapshot holds what is under /workspace, on microVMs the whole disk, and its memory if that is asked for. It outlives
-/// the workspace that it was made of.
+/// A snapshot has the files under /workspace. A snapshot of a microVM has the whole disk, and with --with-memory the memory. It
+/// outlives its workspace.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -34,19 +34,19 @@ pub(crate) struct SnapshotArgs {
 
 #[derive(Subcommand, Debug)]
 enum SnapshotCommand {
-    /// Copy a workspace's files; what runs in it is paused meanwhile
+    /// Copy a workspace; its processes are paused meanwhile
     #[command(after_help = "\
 Examples:
   emergent snapshot create 3fa2c9d1
   emergent snapshot create 3fa2c9d1 --description 'before the upgrade'
-  emergent snapshot create 3fa2c9d1 --with-memory      what runs in it goes on in its copies")]
+  emergent snapshot create 3fa2c9d1 --with-memory      its processes continue in workspaces made of the snapshot")]
     Create {
-        /// The workspace's id, or a unique piece of its beginning or end
+        /// The workspace's id, or a unique prefix or suffix of it
         id: String,
-        /// What to remember it by
+        /// A description for lists
         #[arg(long, value_name = "TEXT")]
         description: Option<String>,
-        /// Copy its memory too, on microVMs: what runs in it goes on in workspaces that are made of the copy
+        /// Copy the memory too (microVMs only): the processes continue in workspaces made of the snapshot
         #[arg(long)]
         with_memory: bool,
         /// Print the id and nothing else
@@ -59,46 +59,46 @@ Examples:
         after_help = "Examples:\n  emergent snapshot list\n  emergent snapshot list --workspace 3fa2c9d1"
     )]
     List {
-        /// Only those of this workspace (which may be gone): its whole id
+        /// Only snapshots of this workspace: its whole id. The workspace may be destroyed
         #[arg(long, value_name = "ID")]
         workspace: Option<emergent_wire::WorkspaceId>,
     },
     Restore(RestoreArgs),
-    /// Remove snapshots; workspaces that were made of them keep their files
+    /// Delete snapshots; workspaces that were made of them keep their files
     #[command(visible_alias = "rm", after_help = "Examples:\n  emergent snapshot delete 5b1e77aa")]
     Delete {
-        /// The snapshots' ids, or unique pieces of their beginnings or ends
+        /// The snapshots' ids, or unique prefixes or suffixes of them
         #[arg(required = true, value_name = "ID")]
         ids: Vec<String>,
     },
 }
 
-/// Create a workspace with the files of a snapshot
+/// Create a workspace from a snapshot
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent snapshot restore 5b1e77aa
   emergent snapshot restore 5b1e77aa --disk 20G --env MODE=test")]
 pub(crate) struct RestoreArgs {
-    /// The snapshot's id, or a unique piece of its beginning or end
+    /// The snapshot's id, or a unique prefix or suffix of it
     id: String,
     #[command(flatten)]
     copy: CopyArgs,
 }
 
-/// What may be different in a copy; what is not given is as in the original. (Its disk can't be smaller.)
+/// The settings of a copy that may differ from the original. An omitted setting is copied. The disk can't be smaller.
 #[derive(Args, Debug)]
 pub(crate) struct CopyArgs {
     #[command(flatten)]
     limits: LimitArgs,
-    /// What it can reach: the internet (nat), or nothing (isolated) [default: as in the original]
+    /// Its network: access to the internet (nat), or none (isolated) [default: as in the original]
     #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
     network: Option<NetworkMode>,
-    /// A variable that every command in it sees; NAME alone takes the value it has here. Those of the original are
-    /// not copied
+    /// An environment variable of all commands. NAME alone passes on its value from here. Variables of the original are not
+    /// copied
     #[arg(long, value_name = "NAME[=VALUE]", value_parser = values::variable)]
     env: Vec<(String, String)>,
-    /// It expires this long after its last use: seconds, or 90m, 2h, 7d
+    /// Its time to live after the last use: seconds, or 90m, 2h, 7d
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     ttl: Option<std::time::Duration>,
     /// Print the id and nothing else
@@ -124,8 +124,8 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
     match args.command {
         SnapshotCommand::Create { id, description, with_memory, quiet } => {
             let id = context.workspace_id(&id).await?;
-            let path = ["agent", "workspaces", &id.to_string(), "snapshot"];
-            let call = Call::post(&path).body(&CreateSnapshot { description, memory: with_memory })?;
+            let call =
+                calls::create_snapshot(id).body(&CreateSnapshot { description, memory: with_memory })?;
             let answer = progress::during("copying the workspace", context.client.call(call)).await?;
             context.show(&answer, |snapshot: Snapshot| {
                 if quiet { output::line(snapshot.id) } else { table([&snapshot]).print() }
@@ -138,7 +138,7 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
                 table(&list.snapshots).print()?;
                 output::damaged(&list.unreadable);
                 if list.snapshots.is_empty() {
-                    output::note("no snapshots; make one with: emergent snapshot create WORKSPACE");
+                    output::note("no snapshots; create one with: emergent snapshot create WORKSPACE");
                 }
                 if list.next_cursor.is_some() {
                     output::note(format_args!("only the newest {} are shown", list.snapshots.len()));
@@ -156,7 +156,7 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
                 found.push(snapshot_id(&context, given).await?);
             }
             for id in found {
-                let answer = context.client.call(Call::delete(&path_of(&id.to_string()))).await?;
+                let answer = context.client.call(calls::delete_snapshot(id)).await?;
                 context.show(&answer, |_: serde_json::Value| output::line(format_args!("{id} deleted")))?;
             }
         }
@@ -164,14 +164,14 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Makes a workspace of a snapshot and shows it.
+/// Creates a workspace from a snapshot and prints it.
 async fn restore(context: &Context, id: SnapshotId, args: &CopyArgs) -> Result<()> {
-    let call = Call::post(&["agent", "workspaces", "from-snapshot"]).body(&args.request(id)?)?;
+    let call = calls::create_from_snapshot().body(&args.request(id)?)?;
     let answer = progress::during("creating a workspace", context.client.call(call)).await?;
     context.show(&answer, |made: Workspace| workspace::show_new(&made, args.quiet))
 }
 
-/// Copies a workspace: through a snapshot that is gone afterwards.
+/// Copies a workspace through a snapshot, which is deleted afterwards.
 pub(crate) async fn fork(
     context: &Context,
     id: emergent_wire::WorkspaceId,
@@ -179,37 +179,33 @@ pub(crate) async fn fork(
     args: &CopyArgs,
 ) -> Result<()> {
     let request = CreateSnapshot { description: Some("made by `workspace fork`".to_owned()), memory };
-    let call = Call::post(&["agent", "workspaces", &id.to_string(), "snapshot"]).body(&request)?;
+    let call = calls::create_snapshot(id).body(&request)?;
     let copied = progress::during("copying the workspace", context.client.call(call)).await?;
     let snapshot: Snapshot = copied.parse()?;
     let restored = restore(context, snapshot.id, args).await;
-    let removed = context.client.call(Call::delete(&path_of(&snapshot.id.to_string()))).await;
+    let deleted = context.client.call(calls::delete_snapshot(snapshot.id)).await;
     restored?;
-    if let Err(error) = removed {
-        output::note(format_args!("warning: the snapshot {} is left: {error:#}", snapshot.id));
+    if let Err(error) = deleted {
+        output::note(format_args!("warning: the snapshot {} could not be deleted: {error:#}", snapshot.id));
     }
     Ok(())
 }
 
-fn path_of(id: &str) -> [&str; 4] {
-    ["agent", "workspaces", "snapshots", id]
-}
-
 fn list_call() -> Call {
-    Call::get(&["agent", "workspaces", "snapshots"]).query("limit", Some(PAGE))
+    calls::list_snapshots().query("limit", Some(PAGE))
 }
 
-/// The id that a user means: a whole id, or a piece of one that only one snapshot has.
+/// The id of the snapshot with this id, or with this unique prefix or suffix of an id.
 async fn snapshot_id(context: &Context, given: &str) -> Result<SnapshotId> {
     if let Ok(id) = given.parse() {
         return Ok(id);
     }
-    pick::check(given)?;
+    short_id::check(given)?;
     let list: SnapshotList = context.client.call(list_call()).await?.parse()?;
     let candidates = list.snapshots.into_iter().map(|snapshot| {
         (snapshot.id, snapshot.description.unwrap_or_else(|| snapshot.workspace_id.to_string()))
     });
-    pick::by_id("snapshot", given, candidates.collect())
+    short_id::resolve("snapshot", given, candidates.collect())
 }
 
 pub(crate) fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {

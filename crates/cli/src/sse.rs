@@ -1,30 +1,30 @@
-//! Server-sent events: a parser that takes bytes as they come, cut anywhere, and a stream of events over it.
+//! Server-sent events: an incremental parser, and the stream of events of a response.
 
 use std::collections::VecDeque;
 
 use anyhow::{Context as _, Result, bail};
 use reqwest::Response;
 
-/// The most bytes one event may have. The server's are far smaller.
+/// The size limit of an event. The events of the server are far smaller.
 const MAX_EVENT_BYTES: usize = 16 << 20;
 
 /// One event.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Event {
-    /// What kind it is; `message` when the server does not say.
+    /// Its kind. `message` if the server gives none.
     pub(crate) event: String,
     /// Its content.
     pub(crate) data: String,
-    /// The last id that was sent, with this event or before it.
+    /// The last id that the server sent, with this event or before it.
     pub(crate) id: Option<String>,
 }
 
-/// Turns bytes into events.
+/// Parses bytes to events. The bytes may be split anywhere.
 #[derive(Debug, Default)]
 pub(crate) struct Parser {
-    /// Bytes of the line that has not ended yet.
+    /// The bytes of an incomplete line.
     line: Vec<u8>,
-    /// The last line ended in CR: an LF right after it belongs to that end.
+    /// The last line ended with CR. An LF that follows belongs to the same line ending.
     after_cr: bool,
     past_start: bool,
     event: String,
@@ -34,7 +34,7 @@ pub(crate) struct Parser {
 }
 
 impl Parser {
-    /// Takes the next bytes, and gives the events that they complete.
+    /// Takes the next bytes and returns the events that they complete.
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<Vec<Event>> {
         let mut events = Vec::new();
         while let Some(first) = bytes.first() {
@@ -78,7 +78,7 @@ impl Parser {
                 self.data.push_str(value);
             }
             "id" if !value.contains('\0') => self.id = Some(value.to_owned()),
-            // A comment (no field name), `retry`, or something newer than this program.
+            // A comment (no field name), `retry`, or a field that this program does not know.
             _ => {}
         }
         None
@@ -95,7 +95,7 @@ impl Parser {
     }
 }
 
-/// The events of an answer, as they arrive.
+/// The events of a response.
 #[derive(Debug)]
 pub(crate) struct EventStream {
     response: Response,
@@ -104,12 +104,12 @@ pub(crate) struct EventStream {
 }
 
 impl EventStream {
-    /// The events of this answer.
+    /// The events of this response.
     pub(crate) fn new(response: Response) -> Self {
         Self { response, parser: Parser::default(), ready: VecDeque::new() }
     }
 
-    /// The next event; none when the server has ended the answer.
+    /// The next event. `None` when the server has ended the response.
     pub(crate) async fn next(&mut self) -> Result<Option<Event>> {
         loop {
             if let Some(event) = self.ready.pop_front() {
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_comments_and_ends_of_lines() {
+    fn parser_handles_fields_comments_and_all_line_endings() {
         let text = "\u{feff}: hello\r\nevent: stdout\r\ndata: {\"text\":\"ä\"}\r\nid: 7\r\n\r\n\
                     data:first\rdata:  second\r\rretry: 5\nunknown\nevent: nothing\n\ndata\n\ndata: cut";
         let events = Parser::default().push(text.as_bytes()).unwrap();
@@ -148,16 +148,16 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_line_is_refused() {
+    fn line_over_the_size_limit_is_refused() {
         let mut parser = Parser::default();
-        let piece = vec![b'x'; 1 << 20];
-        let failed = (0..20).any(|_| parser.push(&piece).is_err());
+        let chunk = vec![b'x'; 1 << 20];
+        let failed = (0..20).any(|_| parser.push(&chunk).is_err());
         assert!(failed);
     }
 
     proptest! {
         #[test]
-        fn where_the_bytes_are_cut_does_not_matter(
+        fn events_do_not_depend_on_how_the_bytes_are_split(
             lines in prop::collection::vec("(event: |data: |id: |: |)[a-zäπ:]{0,5}(\r\n|\n|\r|\n\n|\r\r|\r\n\r\n)", 0..20),
             cuts in prop::collection::vec(0_usize..400, 0..20),
         ) {
@@ -167,15 +167,15 @@ mod tests {
             cuts.extend([0, bytes.len()]);
             cuts.sort_unstable();
             let mut parser = Parser::default();
-            let mut pieces = Vec::new();
+            let mut split = Vec::new();
             for window in cuts.windows(2) {
-                pieces.extend(parser.push(&bytes[window[0]..window[1]]).unwrap());
+                split.extend(parser.push(&bytes[window[0]..window[1]]).unwrap());
             }
-            prop_assert_eq!(whole, pieces);
+            prop_assert_eq!(whole, split);
         }
 
         #[test]
-        fn any_bytes_are_survived(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        fn parser_accepts_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
             prop_assert!(Parser::default().push(&bytes).is_ok());
         }
     }

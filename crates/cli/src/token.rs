@@ -1,4 +1,4 @@
-//! `emergent token`: who may use the server.
+//! `emergent token`: access tokens.
 
 use std::time::Duration;
 
@@ -8,16 +8,16 @@ use clap::{Args, Subcommand};
 use emergent_wire::TokenId;
 use emergent_wire::access::{CreateToken, CreatedToken, Token, TokenList, TokenScope};
 
-use crate::client::Call;
+use crate::client::calls;
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
 use crate::output::{self, Table};
-use crate::pick;
+use crate::short_id;
 use crate::values::{self, age, timestamp};
 
-/// Make, list and revoke access tokens
+/// Create, list and revoke access tokens
 ///
-/// An admin token may do everything. A token for a workspace may use that workspace's tools and look at it.
+/// An admin token may do everything. A token for a workspace may read that workspace and use its tools.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -33,18 +33,18 @@ pub(crate) struct TokenArgs {
 
 #[derive(Subcommand, Debug)]
 enum TokenCommand {
-    /// Make a token and print it; it is never shown again
+    /// Create a token and print it; it is never shown again
     #[command(after_help = "\
 Examples:
   emergent token create laptop                                       an admin token
   EMERGENT_TOKEN=$(emergent token create agent-1 --workspace 3fa2c9d1 --ttl 2h)")]
     Create {
-        /// A name to know it by
+        /// Its name
         name: String,
-        /// Only for this workspace: its id, or a unique piece of its beginning or end
+        /// Only for this workspace: its id, or a unique prefix or suffix of it
         #[arg(long, value_name = "ID")]
         workspace: Option<String>,
-        /// It stops working after this time: seconds, or 90m, 2h, 7d [default: never]
+        /// It expires after this time: seconds, or 90m, 2h, 7d [default: never]
         #[arg(long, value_name = "DURATION", value_parser = values::duration)]
         ttl: Option<Duration>,
     },
@@ -54,7 +54,7 @@ Examples:
     /// Revoke a token: it stops working at once
     #[command(after_help = "Examples:\n  emergent token revoke laptop\n  emergent token revoke 3fa2c9d1")]
     Revoke {
-        /// The token's id, a unique piece of its beginning or end, or its name
+        /// The token's name, its id, or a unique prefix or suffix of the id
         #[arg(value_name = "ID|NAME")]
         which: String,
     },
@@ -82,9 +82,9 @@ async fn create(
         None => None,
     };
     let request = CreateToken { name, workspace_id, ttl_seconds: ttl.map(|ttl| ttl.as_secs()) };
-    let answer = context.client.call(Call::post(&["tokens"]).body(&request)?).await?;
+    let answer = context.client.call(calls::create_token().body(&request)?).await?;
     context.show(&answer, |created: CreatedToken| {
-        // The secret alone on stdout, so that it can be put into a variable.
+        // Only the secret goes to stdout, so that a shell can assign it to a variable.
         output::line(&created.secret)?;
         let token = created.token;
         let until = token
@@ -110,7 +110,7 @@ fn scope(token: &Token) -> String {
 }
 
 async fn list(context: &Context) -> Result<()> {
-    let answer = context.client.call(Call::get(&["tokens"])).await?;
+    let answer = context.client.call(calls::list_tokens()).await?;
     context.show(&answer, |list: TokenList| {
         output::damaged(&list.unreadable);
         let now = Utc::now();
@@ -133,24 +133,24 @@ async fn revoke(context: &Context, given: &str) -> Result<()> {
     let id = match given.parse::<TokenId>() {
         Ok(id) => id,
         Err(_) => {
-            let list: TokenList = context.client.call(Call::get(&["tokens"])).await?.parse()?;
+            let list: TokenList = context.client.call(calls::list_tokens()).await?.parse()?;
             find(given, list.tokens)?
         }
     };
-    context.client.call(Call::delete(&["tokens", &id.to_string()])).await?;
+    context.client.call(calls::revoke_token(id)).await?;
     if !context.json {
         output::line(format_args!("{id} revoked"))?;
     }
     Ok(())
 }
 
-/// The token with this name, else the one whose id starts or ends so.
+/// The id of the token with this name, else of the token whose id starts or ends with it.
 fn find(given: &str, tokens: Vec<Token>) -> Result<TokenId> {
     if let Some(token) = tokens.iter().find(|token| token.name == given) {
         return Ok(token.id);
     }
     let candidates = tokens.into_iter().map(|token| (token.id, token.name)).collect();
-    pick::by_id("token", given, candidates).context("no token has that name")
+    short_id::resolve("token", given, candidates).context("no token has that name")
 }
 
 #[cfg(test)]
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_goes_before_a_piece_of_an_id() {
+    fn token_name_takes_precedence_over_a_part_of_an_id() {
         let first = "01990000-aaaa-7000-8000-00000000beef";
         let second = "01990000-aaaa-7000-8000-00000000cafe";
         let tokens = || vec![token(first, "laptop"), token(second, "beef")];

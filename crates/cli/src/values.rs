@@ -1,4 +1,4 @@
-//! Values as people type and read them: durations, points in time, variables, limits.
+//! Parsers and formatters of values on the command line: durations, timestamps, variables, resource limits, shell words.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,7 +12,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use emergent_wire::workspace::RequestedLimits;
 use emergent_wire::{ByteSize, CpuCount};
 
-/// Parses a duration: `90` and `90s` are seconds; `500ms`, `5m`, `2h` and `7d` are what they look like.
+/// Parses a duration: `90` and `90s` are seconds; the other units are `500ms`, `5m`, `2h` and `7d`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -22,7 +22,11 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "m" => 60_000,
         "h" => 3_600_000,
         "d" => 86_400_000,
-        _ => return Err("write a number of seconds, or with a unit: 500ms, 90s, 5m, 2h, 7d".to_owned()),
+        _ => {
+            return Err(
+                "write a number of seconds, or a number with a unit: 500ms, 90s, 5m, 2h, 7d".to_owned()
+            );
+        }
     };
     let number: u64 = number.parse().map_err(|_| format!("'{text}' does not start with a number"))?;
     number.checked_mul(unit_ms).map(Duration::from_millis).ok_or_else(|| format!("'{text}' is too long"))
@@ -33,26 +37,27 @@ pub(crate) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Parses a point in time: RFC 3339, or a duration before now such as `2h`.
+/// Parses a timestamp: RFC 3339, or a duration ago such as `2h`.
 pub(crate) fn moment(text: &str) -> Result<String, String> {
     let moment = match text.parse::<DateTime<Utc>>() {
         Ok(moment) => moment,
         Err(_) => {
-            let ago = duration(text)
-                .map_err(|_| "write a time such as 2025-06-01T12:00:00Z, or how long ago: 30m, 2h, 7d")?;
+            let ago = duration(text).map_err(
+                |_| "write a timestamp such as 2025-06-01T12:00:00Z, or a duration ago: 30m, 2h, 7d",
+            )?;
             let ago = chrono::Duration::from_std(ago).map_err(|error| error.to_string())?;
-            Utc::now().checked_sub_signed(ago).ok_or("that is before time began")?
+            Utc::now().checked_sub_signed(ago).ok_or("the duration is too long")?
         }
     };
     Ok(moment.to_rfc3339_opts(SecondsFormat::Millis, true))
 }
 
-/// How long ago something was, in one or two digits and a unit.
+/// The time since a timestamp, in the largest unit that gives two or more.
 pub(crate) fn age(since: DateTime<Utc>, now: DateTime<Utc>) -> String {
     brief((now - since).num_seconds())
 }
 
-/// A number of seconds in the unit that fits.
+/// A number of seconds, in the largest unit that gives two or more.
 fn brief(seconds: i64) -> String {
     match seconds.max(0) {
         s @ 0..=119 => format!("{s}s"),
@@ -62,7 +67,7 @@ fn brief(seconds: i64) -> String {
     }
 }
 
-/// A number of bytes in the unit that fits.
+/// A number of bytes, in the largest unit that gives one or more.
 pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         b @ 0..1024 => format!("{b} B"),
@@ -72,22 +77,22 @@ pub(crate) fn size(bytes: u64) -> String {
     }
 }
 
-/// A point in time, to the second.
+/// A timestamp in UTC, to the second.
 pub(crate) fn timestamp(at: DateTime<Utc>) -> String {
     at.format("%Y-%m-%d %H:%M:%S UTC").to_string()
 }
 
-/// Parses `NAME=VALUE`; `NAME` alone takes the value it has here.
+/// Parses `NAME=VALUE`. `NAME` alone gets the value of this process's variable.
 pub(crate) fn variable(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
         None => std::env::var(text)
             .map(|value| (text.to_owned(), value))
-            .map_err(|_| format!("'{text}' is neither NAME=VALUE nor a variable that is set here")),
+            .map_err(|_| format!("'{text}' is neither NAME=VALUE nor the name of an environment variable")),
     }
 }
 
-/// All variables of a call: first the file's, then those of the command line.
+/// The variables of a request: those of the file, overridden by those of the command line.
 pub(crate) fn environment(
     file: Option<&Path>,
     given: &[(String, String)],
@@ -109,7 +114,7 @@ pub(crate) fn environment(
     Ok(variables)
 }
 
-/// A parser for a closed set of names, which help and completions then show.
+/// A parser for a fixed set of names. Help and shell completions list them.
 pub(crate) fn one_of<T>(names: impl IntoIterator<Item = &'static str>) -> impl TypedValueParser<Value = T>
 where
     T: FromStr + Clone + Send + Sync + 'static,
@@ -118,7 +123,7 @@ where
     PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
 }
 
-/// What a workspace may use at most.
+/// The resource limits of a sandbox.
 #[derive(Args, Debug, Default)]
 pub(crate) struct LimitArgs {
     /// CPUs, such as 2 or 0.5
@@ -133,14 +138,14 @@ pub(crate) struct LimitArgs {
 }
 
 impl LimitArgs {
-    /// As a request says it; nothing if none is given.
+    /// The limits for a request. `None` if none is given.
     pub(crate) fn requested(&self) -> Option<RequestedLimits> {
         let limits = RequestedLimits { cpu: self.cpu, memory: self.memory, disk: self.disk };
         Some(limits).filter(|limits| *limits != RequestedLimits::default())
     }
 }
 
-/// The text as one word of a shell's command line.
+/// The text as one word of a shell command, quoted if necessary.
 pub(crate) fn shell_word(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+=,".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
@@ -154,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_have_units_and_seconds_are_the_default() {
+    fn durations_without_a_unit_are_seconds() {
         for (text, ms) in [
             ("90", 90_000),
             ("90s", 90_000),
@@ -171,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moment_is_a_time_or_an_age() {
+    fn moments_are_timestamps_or_durations_ago() {
         assert_eq!(moment("2025-06-01T12:00:00+02:00").unwrap(), "2025-06-01T10:00:00.000Z");
         let hour_ago: DateTime<Utc> = moment("1h").unwrap().parse().unwrap();
         assert!(((Utc::now() - hour_ago).num_seconds() - 3600).abs() < 60);
@@ -181,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn an_age_is_short() {
+    fn ages_use_the_largest_unit_that_gives_two_or_more() {
         for (seconds, text) in [
             (-5, "0s"),
             (0, "0s"),
@@ -196,13 +201,13 @@ mod tests {
     }
 
     #[test]
-    fn a_size_is_short() {
+    fn sizes_use_the_largest_unit_that_gives_one_or_more() {
         let texts = [0, 1023, 10 << 10, 700 << 20, 3 << 29].map(size);
         assert_eq!(texts, ["0 B", "1023 B", "10 KiB", "700 MiB", "1.5 GiB"]);
     }
 
     #[test]
-    fn variables_come_from_file_and_command_line() {
+    fn variables_of_the_command_line_override_those_of_the_file() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("env");
         std::fs::write(&file, "# comment\n\nA=1=2\nB=file\n").unwrap();
@@ -216,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn shell_words_survive_a_shell() {
+    fn shell_words_are_unchanged_after_a_shell_parsed_them() {
         for word in ["plain/path-1", "with space", "it's", "$(rm)", ""] {
             let output = std::process::Command::new("sh")
                 .args(["-c", &format!("printf %s {}", shell_word(word))])

@@ -1,4 +1,4 @@
-//! The database, and the server that may be using it. Nothing is changed: no schema is made, no lock is taken.
+//! Checks of the database and of the server that uses it. They change nothing: no schema is made, no lock is taken.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -12,20 +12,21 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpStream, UnixStream};
 
 use super::report::Check;
+use crate::client::calls;
 use crate::connection::{URL_FILE, is_loopback, read_line};
 
 const WHAT: &str = "database";
 /// The SQLite file in the data directory.
 const SQLITE_FILE: &str = "emergent.db";
-/// What every SQLite file begins with.
+/// The first bytes of every SQLite file.
 const SQLITE_MAGIC: &[u8] = b"SQLite format 3\0";
-/// For an answer over the network.
+/// The time limit for an answer over the network.
 const ANSWER: Duration = Duration::from_secs(5);
-/// PostgreSQL's question whether TLS is spoken; the answer is one letter, before any log-in.
+/// PostgreSQL's SSLRequest. The server answers with one letter, before any authentication.
 const SSL_REQUEST: [u8; 8] = [0, 0, 0, 8, 4, 210, 22, 47];
 const POSTGRES_PORT: u16 = 5432;
 
-/// Whether the database can be used.
+/// Checks the database that the settings name.
 pub(super) async fn check(settings: &Settings) -> Check {
     match &settings.database_url {
         Some(url) => postgres(url.expose_secret()).await,
@@ -42,7 +43,7 @@ fn sqlite(path: &Path) -> Check {
             read.map(|_| start)
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            return Check::ok(WHAT, format!("SQLite; the first start makes {shown}"));
+            return Check::ok(WHAT, format!("SQLite; the first start creates {shown}"));
         }
         Err(error) => Err(error),
     };
@@ -50,12 +51,12 @@ fn sqlite(path: &Path) -> Check {
         Err(error) => Check::fail(
             WHAT,
             format!("{shown} can't be read: {error}"),
-            "run as the user who runs the server, or choose another --data-dir",
+            "run as the user of the server, or choose another --data-dir",
         ),
         Ok(start) if !start.is_empty() && start != SQLITE_MAGIC => Check::fail(
             WHAT,
             format!("{shown} is not a SQLite file"),
-            "restore it from a backup, or move it away to start anew",
+            "restore it from a backup, or move it away to start with an empty database",
         ),
         Ok(_) => {
             let mut lock = path.as_os_str().to_owned();
@@ -68,8 +69,8 @@ fn sqlite(path: &Path) -> Check {
     }
 }
 
-/// The process that holds an flock on the file. Asked of the kernel: taking the lock, even for a moment, could make a
-/// server fail that starts right now.
+/// The process that holds an flock on the file, as the kernel lists it. Taking the lock to find out, even for a moment, could
+/// make a server fail that starts at this moment.
 fn lock_holder(path: &Path) -> Option<String> {
     let inode = fs::metadata(path).ok()?.ino();
     let locks = fs::read_to_string("/proc/locks").ok()?;
@@ -77,7 +78,7 @@ fn lock_holder(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned()).filter(|pid| !pid.is_empty())
 }
 
-/// The line about an flock on this inode: `1: FLOCK  ADVISORY  WRITE 123 08:01:4567 0 EOF`.
+/// The line of `/proc/locks` for an flock on this inode: `1: FLOCK  ADVISORY  WRITE 123 08:01:4567 0 EOF`.
 fn find_flock(locks: &str, inode: u64) -> Option<&str> {
     locks.lines().find(|line| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -88,14 +89,14 @@ fn find_flock(locks: &str, inode: u64) -> Option<&str> {
     })
 }
 
-/// Where a PostgreSQL URL points to.
+/// The address in a PostgreSQL URL.
 #[derive(Debug, PartialEq, Eq)]
-enum Place {
+enum PostgresAddress {
     Tcp(String, u16),
     Socket(PathBuf),
 }
 
-fn place(url: &str) -> Option<Place> {
+fn postgres_address(url: &str) -> Option<PostgresAddress> {
     let url = Url::parse(url).ok().filter(|url| matches!(url.scheme(), "postgres" | "postgresql"))?;
     let parameter =
         |name: &str| url.query_pairs().find(|(key, _)| key == name).map(|(_, value)| value.into_owned());
@@ -104,38 +105,40 @@ fn place(url: &str) -> Option<Place> {
     let host = host.filter(|host| !host.is_empty()).unwrap_or_else(|| "localhost".to_owned());
     let port = parameter("port").and_then(|port| port.parse().ok()).or(url.port()).unwrap_or(POSTGRES_PORT);
     Some(if host.starts_with('/') {
-        Place::Socket(Path::new(&host).join(format!(".s.PGSQL.{port}")))
+        PostgresAddress::Socket(Path::new(&host).join(format!(".s.PGSQL.{port}")))
     } else {
-        Place::Tcp(host.trim_matches(['[', ']']).to_owned(), port)
+        PostgresAddress::Tcp(host.trim_matches(['[', ']']).to_owned(), port)
     })
 }
 
-/// Whether PostgreSQL answers. The URL, which has a password, is never shown.
+/// Checks that PostgreSQL answers. The URL has a password and is never printed.
 async fn postgres(url: &str) -> Check {
-    let Some(place) = place(url) else {
+    let Some(address) = postgres_address(url) else {
         return Check::fail(
             WHAT,
-            "DATABASE_URL is not a postgres:// address",
+            "DATABASE_URL is not a postgres:// URL",
             "write postgres://USER:PASSWORD@HOST:PORT/DATABASE",
         );
     };
-    let shown = match &place {
-        Place::Tcp(host, port) => format!("{host}:{port}"),
-        Place::Socket(path) => path.display().to_string(),
+    let shown = match &address {
+        PostgresAddress::Tcp(host, port) => format!("{host}:{port}"),
+        PostgresAddress::Socket(path) => path.display().to_string(),
     };
-    let asked = tokio::time::timeout(ANSWER, async {
-        match place {
-            Place::Tcp(host, port) => ask(TcpStream::connect((host.as_str(), port)).await?).await,
-            Place::Socket(path) => ask(UnixStream::connect(path).await?).await,
+    let answer = tokio::time::timeout(ANSWER, async {
+        match address {
+            PostgresAddress::Tcp(host, port) => {
+                request_ssl(TcpStream::connect((host.as_str(), port)).await?).await
+            }
+            PostgresAddress::Socket(path) => request_ssl(UnixStream::connect(path).await?).await,
         }
     });
     let fix = "start PostgreSQL there, or correct DATABASE_URL (unset it to use SQLite)";
-    match asked.await {
+    match answer.await {
         Ok(Ok(b'S' | b'N')) => Check::ok(
             WHAT,
-            format!("PostgreSQL answers at {shown} (user and password are checked by `emergent serve`)"),
+            format!("PostgreSQL answers at {shown} (`emergent serve` checks user and password)"),
         ),
-        Ok(Ok(_)) => Check::fail(WHAT, format!("what answers at {shown} is not PostgreSQL"), fix),
+        Ok(Ok(_)) => Check::fail(WHAT, format!("the server at {shown} is not PostgreSQL"), fix),
         Ok(Err(error)) => Check::fail(WHAT, format!("PostgreSQL does not answer at {shown}: {error}"), fix),
         Err(_) => Check::fail(
             WHAT,
@@ -145,43 +148,44 @@ async fn postgres(url: &str) -> Check {
     }
 }
 
-async fn ask(mut stream: impl AsyncReadExt + AsyncWriteExt + Unpin) -> std::io::Result<u8> {
+/// Sends the SSLRequest and returns the answer.
+async fn request_ssl(mut stream: impl AsyncReadExt + AsyncWriteExt + Unpin) -> std::io::Result<u8> {
     stream.write_all(&SSL_REQUEST).await?;
     stream.read_u8().await
 }
 
-/// Whether a server runs on this data directory.
+/// Checks whether a server runs on this data directory.
 pub(super) async fn server(data_dir: &Path) -> Check {
     const WHAT: &str = "server";
     let recorded = match read_line(&data_dir.join(URL_FILE)) {
         Ok(recorded) => recorded,
-        Err(error) => return Check::warn(WHAT, error, "run the doctor as the user who runs the server"),
+        Err(error) => return Check::warn(WHAT, error, "run the doctor as the user of the server"),
     };
     let Some(url) = recorded else {
-        return Check::ok(WHAT, "none runs here; start it with: emergent serve");
+        return Check::ok(WHAT, "no server runs here; start it with: emergent serve");
     };
-    match health(&url).await {
+    match is_ready(&url).await {
         Ok(true) => Check::ok(WHAT, format!("runs at {url}")),
         Ok(false) => Check::warn(WHAT, format!("{url} answers, but is not ready"), "look at its log"),
         Err(_) => Check::warn(
             WHAT,
-            format!("none answers at {url}, where the last one was"),
+            format!("no server answers at {url}, the address of the last one"),
             "start it with: emergent serve",
         ),
     }
 }
 
-/// Whether the server is ready; an error when it is not alive.
-async fn health(url: &str) -> anyhow::Result<bool> {
+/// Whether the server is ready. An error if its process does not answer.
+async fn is_ready(url: &str) -> anyhow::Result<bool> {
     let base = Url::parse(url)?;
-    // Only whether somebody is there is asked, and no secret is sent: its certificate does not matter.
+    // The requests carry no secret, so the certificate is not verified.
     let mut client = reqwest::Client::builder().timeout(ANSWER).tls_danger_accept_invalid_certs(true);
     if is_loopback(&base) {
         client = client.no_proxy();
     }
     let client = client.build()?;
-    client.get(base.join("/health/live")?).send().await?.error_for_status()?;
-    let ready = client.get(base.join("/health/ready")?).send().await?;
+    client.get(base.join(calls::LIVE)?).send().await?.error_for_status()?;
+    let ready = client.get(base.join(calls::READY)?).send().await?;
     Ok(ready.status().is_success())
 }
 
@@ -191,18 +195,18 @@ mod tests {
 
     #[test]
     fn postgres_urls_name_a_host_or_a_socket() {
-        let tcp = |host: &str, port| Some(Place::Tcp(host.into(), port));
-        assert_eq!(place("postgres://u:p@db.example/x"), tcp("db.example", 5432));
-        assert_eq!(place("postgresql://u@[::1]:6000/x"), tcp("::1", 6000));
-        assert_eq!(place("postgres:///x"), tcp("localhost", 5432));
-        let socket = Some(Place::Socket("/run/pg/.s.PGSQL.5433".into()));
-        assert_eq!(place("postgres:///x?host=/run/pg&port=5433"), socket);
-        assert_eq!(place("postgres://u@%2Frun%2Fpg:5433/x"), socket);
-        assert_eq!(place("mysql://host/x"), None);
+        let tcp = |host: &str, port| Some(PostgresAddress::Tcp(host.into(), port));
+        assert_eq!(postgres_address("postgres://u:p@db.example/x"), tcp("db.example", 5432));
+        assert_eq!(postgres_address("postgresql://u@[::1]:6000/x"), tcp("::1", 6000));
+        assert_eq!(postgres_address("postgres:///x"), tcp("localhost", 5432));
+        let socket = Some(PostgresAddress::Socket("/run/pg/.s.PGSQL.5433".into()));
+        assert_eq!(postgres_address("postgres:///x?host=/run/pg&port=5433"), socket);
+        assert_eq!(postgres_address("postgres://u@%2Frun%2Fpg:5433/x"), socket);
+        assert_eq!(postgres_address("mysql://host/x"), None);
     }
 
     #[test]
-    fn the_kernels_list_of_locks_is_understood() {
+    fn flock_is_found_by_its_inode_in_proc_locks() {
         let locks =
             "1: POSIX  ADVISORY  WRITE 12 08:01:77 0 EOF\n2: FLOCK  ADVISORY  WRITE 34 08:01:42 0 EOF\n";
         assert!(find_flock(locks, 42).is_some());
@@ -211,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sqlite_file_is_told_from_others() {
+    fn files_without_the_sqlite_header_fail_the_check() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(SQLITE_FILE);
         assert!(sqlite(&path).is_ok());
@@ -224,7 +228,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_does_not_speak_postgres_is_found_out() {
+    async fn server_that_does_not_speak_postgres_fails_the_check_without_showing_the_password() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let url = format!("postgres://user:hunter2@127.0.0.1:{port}/x");

@@ -1,8 +1,11 @@
-//! The Docker engine: does it answer, and has it what workspaces need?
+//! Checks of the Docker engine: it answers, and has the workspace image.
 
+use std::error::Error as StdError;
+use std::io;
 use std::path::Path;
 use std::time::Duration;
 
+use bollard::errors::Error as BollardError;
 use bollard::models::SystemInfo;
 use bollard::{API_DEFAULT_VERSION, Docker};
 use emergent_control_plane::Settings;
@@ -11,65 +14,91 @@ use emergent_wire::workspace::DEFAULT_IMAGE;
 use super::report::{self, Check};
 use super::{gvisor, host, probe};
 
-/// For one question to the engine.
-const ASK: Duration = Duration::from_secs(15);
-/// For everything, a container's start included.
+/// The time limit of one request to the engine.
+const REQUEST: Duration = Duration::from_secs(15);
+/// The time limit of all checks, with the start of a container.
 const ALL: Duration = Duration::from_secs(180);
-const USUAL_SOCKET: &str = "/var/run/docker.sock";
+const DEFAULT_SOCKET: &str = "/var/run/docker.sock";
 
 /// An engine that answers.
 pub(super) struct Engine {
     pub(super) docker: Docker,
     pub(super) info: SystemInfo,
-    /// Whether it is on this machine, so that what is found here holds for it.
+    /// Whether it runs on this machine, so that checks of this machine's kernel apply to it.
     pub(super) is_local: bool,
 }
 
-/// Where the engine listens: as configured, else as `DOCKER_HOST` says.
+/// The failure to reach the engine.
+struct Unreachable {
+    problem: String,
+    /// Whether this user may not use the engine's socket.
+    is_denied: bool,
+}
+
+impl Unreachable {
+    fn new(error: &(dyn StdError + 'static)) -> Self {
+        Self { problem: probe::with_causes(error), is_denied: is_denied(error) }
+    }
+
+    fn other(problem: String) -> Self {
+        Self { problem, is_denied: false }
+    }
+}
+
+/// Whether the error, or one of its causes, is a refused permission.
+fn is_denied(error: &(dyn StdError + 'static)) -> bool {
+    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    kind == Some(io::ErrorKind::PermissionDenied) || error.source().is_some_and(is_denied)
+}
+
+/// The engine's address: the configured one, else `DOCKER_HOST`.
 fn address(settings: &Settings) -> Option<String> {
     let variable = || std::env::var("DOCKER_HOST").ok();
     settings.providers.docker_host.clone().or_else(variable).filter(|host| !host.is_empty())
 }
 
-async fn connect(settings: &Settings) -> Result<(Docker, bool), String> {
+/// Sends one request to the engine, within the time limit.
+async fn ask<T>(request: impl Future<Output = Result<T, BollardError>>) -> Result<T, Unreachable> {
+    match tokio::time::timeout(REQUEST, request).await {
+        Ok(answer) => answer.map_err(|error| Unreachable::new(&error)),
+        Err(_) => Err(Unreachable::other(format!("no answer within {} s", REQUEST.as_secs()))),
+    }
+}
+
+async fn connect(settings: &Settings) -> Result<(Docker, bool), Unreachable> {
     let seconds = ALL.as_secs();
     let host = address(settings);
     let (docker, is_local) = match host.as_deref() {
-        None => (Docker::connect_with_unix(USUAL_SOCKET, seconds, API_DEFAULT_VERSION), true),
+        None => (Docker::connect_with_unix(DEFAULT_SOCKET, seconds, API_DEFAULT_VERSION), true),
         Some(host) => match host.strip_prefix("unix://") {
             Some(path) => (Docker::connect_with_unix(path, seconds, API_DEFAULT_VERSION), true),
             None if host.starts_with("tcp://") || host.starts_with("http://") => {
                 (Docker::connect_with_http(host, seconds, API_DEFAULT_VERSION), false)
             }
             None => {
-                return Err(format!("'{host}' (DOCKER_HOST) is not a unix:// or tcp:// address"));
+                let problem = format!("'{host}' (DOCKER_HOST) is not a unix:// or tcp:// address");
+                return Err(Unreachable::other(problem));
             }
         },
     };
-    let docker = docker.map_err(|error| error.to_string())?;
-    match tokio::time::timeout(ASK, docker.negotiate_version()).await {
-        Ok(Ok(docker)) => Ok((docker, is_local)),
-        Ok(Err(error)) => Err(probe::describe(&error)),
-        Err(_) => Err(format!("no answer within {} s", ASK.as_secs())),
-    }
+    let docker = docker.map_err(|error| Unreachable::new(&error))?;
+    let docker = ask(docker.negotiate_version()).await?;
+    Ok((docker, is_local))
 }
 
-async fn open(settings: &Settings) -> Result<Engine, String> {
+async fn open(settings: &Settings) -> Result<Engine, Unreachable> {
     let (docker, is_local) = connect(settings).await?;
-    match tokio::time::timeout(ASK, docker.info()).await {
-        Ok(Ok(info)) => Ok(Engine { docker, info, is_local }),
-        Ok(Err(error)) => Err(probe::describe(&error)),
-        Err(_) => Err(format!("no answer within {} s", ASK.as_secs())),
-    }
+    let info = ask(docker.info()).await?;
+    Ok(Engine { docker, info, is_local })
 }
 
-/// Everything about the engine and gVisor. `container` is the name for the container that is started.
+/// All checks of the engine and of gVisor. `container` is the name of the container that is started.
 pub(super) async fn checks(settings: &Settings, container: &str) -> Vec<Check> {
     report::within("Docker engine", ALL, async {
         let engine = match open(settings).await {
             Ok(engine) => engine,
-            Err(problem) => {
-                let mut checks = vec![unreachable(settings, &problem)];
+            Err(failure) => {
+                let mut checks = vec![unreachable(settings, &failure)];
                 let skip = |what: &&str| Check::skip(what, "the Docker engine does not answer");
                 checks.extend(["workspace image", gvisor::RUNTIME, gvisor::CONTAINER].iter().map(skip));
                 return checks;
@@ -89,50 +118,57 @@ pub(super) async fn checks(settings: &Settings, container: &str) -> Vec<Check> {
     .await
 }
 
-fn unreachable(settings: &Settings, problem: &str) -> Check {
+fn unreachable(settings: &Settings, failure: &Unreachable) -> Check {
     let host = address(settings);
-    let socket = host.as_deref().map_or(Some(USUAL_SOCKET), |host| host.strip_prefix("unix://"));
-    let exists = socket.is_some_and(|path| Path::new(path).exists());
-    let fix = if exists && problem.to_ascii_lowercase().contains("permission denied") {
-        "sudo usermod -aG docker $USER, then log in again (or run as root)".to_owned()
+    let fix = if failure.is_denied {
+        "sudo usermod -aG docker $USER, then log in again (or run as root)"
     } else if host.is_some() {
-        "start the engine there, or unset DOCKER_HOST (providers.docker_host) to use this machine's"
-            .to_owned()
+        "start the engine there, or unset DOCKER_HOST (providers.docker_host) to use the engine of this machine"
     } else {
         "make setup installs and starts it (or: apt-get install docker.io && systemctl start docker)"
-            .to_owned()
     };
-    let place = host.unwrap_or_else(|| format!("unix://{USUAL_SOCKET}"));
-    Check::fail("Docker engine", format!("no engine answers at {place}: {problem}"), fix)
+    let place = host.unwrap_or_else(|| format!("unix://{DEFAULT_SOCKET}"));
+    Check::fail("Docker engine", format!("no engine answers at {place}: {}", failure.problem), fix)
 }
 
-/// The image that workspaces start from, and one to try a container with.
+/// Checks the image that workspaces start from. Also gives an image for the probe.
 async fn workspace_image(docker: &Docker, wanted: &str) -> (Option<String>, Check) {
     const WHAT: &str = "workspace image";
-    let exists = async |image: &str| {
-        tokio::time::timeout(ASK, docker.inspect_image(image)).await.is_ok_and(|found| found.is_ok())
-    };
-    // The usual one is known to have a shell.
-    let usual = exists(DEFAULT_IMAGE).await;
-    let has_wanted = if wanted == DEFAULT_IMAGE { usual } else { exists(wanted).await };
-    let usable = if usual { Some(DEFAULT_IMAGE.to_owned()) } else { has_wanted.then(|| wanted.to_owned()) };
+    let exists = async |image: &str| ask(docker.inspect_image(image)).await.is_ok();
+    // The probe needs a shell, which the default image has.
+    let has_default = exists(DEFAULT_IMAGE).await;
+    let has_wanted = if wanted == DEFAULT_IMAGE { has_default } else { exists(wanted).await };
+    let of_probe =
+        if has_default { Some(DEFAULT_IMAGE.to_owned()) } else { has_wanted.then(|| wanted.to_owned()) };
     let check = if has_wanted {
-        Check::ok(WHAT, format!("{wanted} is there"))
+        Check::ok(WHAT, format!("the engine has {wanted}"))
     } else if wanted == DEFAULT_IMAGE {
         Check::fail(
             WHAT,
             format!("the engine has no {wanted}"),
-            "make setup makes it (or, with a registry: docker build -t emergent/workspace:latest images/workspace)",
+            "make setup builds it (or, with a registry: docker build -t emergent/workspace:latest images/workspace)",
         )
     } else {
         Check::fail(WHAT, format!("the engine has no {wanted}"), format!("docker pull {wanted}"))
     };
-    (usable, check)
+    (of_probe, check)
 }
 
-/// Removes the container that the checks may have left, when they were interrupted.
+/// Removes the container of checks that were interrupted.
 pub(super) async fn clean_up(settings: &Settings, container: &str) {
     if let Ok((docker, _)) = connect(settings).await {
         probe::remove(&docker, container).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn denied_socket_is_recognised_by_the_kind_of_its_error() {
+        let denied = BollardError::from(io::Error::from(io::ErrorKind::PermissionDenied));
+        assert!(is_denied(&denied));
+        assert!(!is_denied(&BollardError::from(io::Error::from(io::ErrorKind::ConnectionRefused))));
     }
 }

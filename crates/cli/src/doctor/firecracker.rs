@@ -1,27 +1,28 @@
-//! Whether Firecracker microVMs can be made. The server works without them, on gVisor, with weaker isolation.
+//! Checks of Firecracker microVMs. Without them the server uses gVisor, which isolates less strongly.
 
 use emergent_control_plane::{Settings, UnmetRequirement, check_microvm_requirements, manager_health};
 
 use super::report::Check;
 
-/// What the manager that the settings name says, or what one on this host would find.
+/// Asks the manager that the settings name for its health, or checks the requirements of a manager on this host.
 pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
     const WHAT: &str = "microVMs";
     let firecracker = &settings.firecracker;
     if firecracker.enabled == Some(false) {
-        return vec![Check::skip(WHAT, "they are turned off (EMERGENT_FIRECRACKER)")];
+        return vec![Check::skip(WHAT, "the provider is turned off (EMERGENT_FIRECRACKER)")];
     }
     if let Some(url) = firecracker.manager_url() {
-        let fix = "run `emergent firecracker-manager` there; FIRECRACKER_MANAGER_URL and FIRECRACKER_MANAGER_TOKEN say where \
-                   it is and prove who asks";
+        let fix = "run `emergent firecracker-manager` there, and set FIRECRACKER_MANAGER_URL and FIRECRACKER_MANAGER_TOKEN \
+                   to its URL and token";
         return vec![match manager_health(firecracker).await {
             Ok(health) if health.healthy => {
                 let (active, most) = (health.active_vms, health.max_vms);
-                Check::ok(WHAT, format!("the manager at {url} is healthy; {active} of {most} run"))
+                Check::ok(WHAT, format!("the manager at {url} is healthy; {active} of {most} microVMs run"))
             }
             Ok(health) => {
-                let fix = "on the manager's host: emergent doctor";
-                Check::warn(WHAT, format!("the manager at {url} says: {}", health.errors.join("; ")), fix)
+                let fix = "run `emergent doctor` on the manager's host";
+                let errors = health.errors.join("; ");
+                Check::warn(WHAT, format!("the manager at {url} is not healthy: {errors}"), fix)
             }
             Err(problem) => Check::warn(WHAT, problem, fix),
         }];

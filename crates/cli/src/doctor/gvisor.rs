@@ -1,89 +1,88 @@
-//! gVisor: is its runtime registered, does it start a container, and does it keep files?
+//! Checks of gVisor: its runtime is registered, starts a container and keeps files.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use super::docker::Engine;
 use super::host;
-use super::probe::{self, Seen};
+use super::probe::{self, Probe};
 use super::report::Check;
 
 pub(super) const RUNTIME: &str = "gVisor runtime";
 pub(super) const CONTAINER: &str = "gVisor container";
 const WRAPPER: &str = "gVisor on this kernel";
 const FILES: &str = "files outside /workspace";
-/// runsc takes this file for the sign of the host's network namespace, where it refuses to run.
-const SIGN_OF_THE_HOST: &str = "/proc/sys/net/core/rmem_default";
+/// runsc refuses to run in the host's network namespace. It takes a namespace that shows this file for the host's. Some kernels
+/// show it in every namespace.
+const HOST_NAMESPACE_FILE: &str = "/proc/sys/net/core/rmem_default";
 
-/// All checks of gVisor. `image` is one to start a container from, `container` the container's name.
+/// All checks of gVisor. `image` is the image of the container that is started, `container` its name.
 pub(super) async fn checks(engine: &Engine, image: Option<&str>, container: &str) -> Vec<Check> {
     let registered = engine.info.runtimes.as_ref().and_then(|runtimes| runtimes.get("runsc"));
     let Some(runtime) = registered else {
         let missing = Check::fail(
             RUNTIME,
             "the engine has no runtime 'runsc'",
-            "make setup installs and registers it (by hand: https://gvisor.dev/docs/user_guide/install/, then \
-             `runsc install` and a restart of the engine)",
+            "make setup   (or install it as https://gvisor.dev/docs/user_guide/install/ says, then run `runsc install` and \
+             restart the engine)",
         );
-        return vec![missing, Check::skip(CONTAINER, "there is no runtime to start it with")];
+        return vec![missing, Check::skip(CONTAINER, "the runtime is missing")];
     };
     let path = runtime.path.clone().unwrap_or_else(|| "runsc".to_owned());
     let arguments = runtime.runtime_args.clone().unwrap_or_default();
     let mut checks =
         vec![Check::ok(RUNTIME, format!("registered as {path} {}", arguments.join(" ")).trim_end())];
     let Some(image) = image else {
-        checks.push(Check::skip(CONTAINER, "there is no image to start it from"));
+        checks.push(Check::skip(CONTAINER, "the image is missing"));
         return checks;
     };
-    let seen = probe::run(&engine.docker, image, container).await;
+    let probed = probe::run(&engine.docker, image, container).await;
     if engine.is_local {
-        let works = seen.is_ok();
-        let wrapped = is_script(Path::new(&path));
-        let needed = tokio::task::spawn_blocking(needs_wrapper).await.unwrap_or(None);
-        checks.push(wrapper(needed, wrapped, works, &path));
+        let starts = probed.is_ok();
+        let is_wrapped = is_script(Path::new(&path));
+        let is_needed = tokio::task::spawn_blocking(needs_wrapper).await.unwrap_or(None);
+        checks.push(wrapper(is_needed, is_wrapped, starts, &path));
     }
-    checks.extend(judge(&seen, engine.info.kernel_version.as_deref(), &arguments));
+    checks.extend(judge(&probed, engine.info.kernel_version.as_deref(), &arguments));
     checks
 }
 
-fn judge(seen: &Result<Seen, String>, host_kernel: Option<&str>, arguments: &[String]) -> Vec<Check> {
-    let seen = match seen {
-        Ok(seen) => seen,
+fn judge(probed: &Result<Probe, String>, host_kernel: Option<&str>, arguments: &[String]) -> Vec<Check> {
+    let probe = match probed {
+        Ok(probe) => probe,
         Err(problem) => {
-            let fix = if problem.contains("root network namespace") {
-                "make setup registers runsc behind a wrapper that this kernel needs"
-            } else {
-                "make setup registers it anew; to see more: docker run --rm --runtime=runsc emergent/workspace:latest true"
-            };
+            // `wrapper` finds out by facts whether the kernel needs the wrapper, so the text of the problem decides nothing.
+            let fix = "make setup registers runsc again, with a wrapper where the kernel needs it. For details: docker run \
+                       --rm --runtime=runsc emergent/workspace:latest true";
             let failed = Check::fail(CONTAINER, format!("it does not start: {problem}"), fix);
             return vec![failed, Check::skip(FILES, "no gVisor container starts")];
         }
     };
-    let is_hosts = host_kernel.is_some_and(|kernel| seen.kernel.contains(&format!(" {kernel} ")));
+    let is_hosts = host_kernel.is_some_and(|kernel| probe.kernel.contains(&format!(" {kernel} ")));
     if is_hosts {
         let failed = Check::fail(
             CONTAINER,
             format!(
-                "a container on 'runsc' sees this host's kernel: the runtime is not gVisor ({})",
-                seen.kernel
+                "a container on 'runsc' runs on this host's kernel: the runtime is not gVisor ({})",
+                probe.kernel
             ),
-            "make setup registers the real one (see runtimes.runsc in /etc/docker/daemon.json)",
+            "make setup registers gVisor (see runtimes.runsc in /etc/docker/daemon.json)",
         );
         return vec![failed];
     }
-    let version = seen.kernel.split(" #").next().unwrap_or_default();
+    let version = probe.kernel.split(" #").next().unwrap_or_default();
     let started = Check::ok(
         CONTAINER,
-        format!("created and started in {} ms, as its own kernel ({version})", seen.start_ms),
+        format!("created and started in {} ms, with its own kernel ({version})", probe.start_ms),
     );
     let overlay = arguments.iter().any(|argument| argument == "--overlay2=none");
-    let files = if seen.keeps_files {
+    let files = if probe.keeps_files {
         let how = if overlay { " (--overlay2=none)" } else { "" };
         Check::ok(FILES, format!("they survive stop and resume{how}"))
     } else {
         Check::warn(
             FILES,
-            "runsc keeps them in memory and loses them when a workspace is stopped (/workspace itself is kept)",
+            "runsc keeps them in memory: they are lost when a workspace is stopped (/workspace is kept)",
             "add \"--overlay2=none\" to runtimes.runsc.runtimeArgs in /etc/docker/daemon.json, then reload the engine: \
              kill -HUP $(cat /var/run/docker.pid)   (or: make setup)",
         )
@@ -91,9 +90,9 @@ fn judge(seen: &Result<Seen, String>, host_kernel: Option<&str>, arguments: &[St
     vec![started, files]
 }
 
-/// Whether the kernel shows the sign in every network namespace; none when that can't be found out.
+/// Whether the kernel shows [`HOST_NAMESPACE_FILE`] in a new network namespace. `None` if no namespace can be made.
 fn needs_wrapper() -> Option<bool> {
-    if !Path::new(SIGN_OF_THE_HOST).exists() {
+    if !Path::new(HOST_NAMESPACE_FILE).exists() {
         return Some(false);
     }
     let unshare = host::find_program("unshare")?;
@@ -102,7 +101,7 @@ fn needs_wrapper() -> Option<bool> {
         command.args(["--user", "--map-root-user"]);
     }
     let output =
-        command.args(["--net", "test", "-e", SIGN_OF_THE_HOST]).stdin(Stdio::null()).output().ok()?;
+        command.args(["--net", "test", "-e", HOST_NAMESPACE_FILE]).stdin(Stdio::null()).output().ok()?;
     match output.status.code() {
         Some(0) => Some(true),
         Some(1) if output.stderr.is_empty() => Some(false),
@@ -110,7 +109,7 @@ fn needs_wrapper() -> Option<bool> {
     }
 }
 
-/// Whether the registered runtime is a script around the real binary.
+/// Whether the registered runtime is a script, which calls the real binary.
 fn is_script(path: &Path) -> bool {
     std::fs::File::open(path)
         .and_then(|mut file| {
@@ -120,29 +119,27 @@ fn is_script(path: &Path) -> bool {
         .unwrap_or(false)
 }
 
-fn wrapper(needed: Option<bool>, wrapped: bool, works: bool, path: &str) -> Check {
-    let why =
-        format!("it shows {SIGN_OF_THE_HOST} in every network namespace, so runsc takes each for the host's");
-    match needed {
-        Some(true) if works && wrapped => {
-            Check::ok(WRAPPER, format!("{why}; the wrapper {path} hides the file from it"))
+fn wrapper(is_needed: Option<bool>, is_wrapped: bool, starts: bool, path: &str) -> Check {
+    let why = format!(
+        "it shows {HOST_NAMESPACE_FILE} in every network namespace, so runsc takes each for the host's"
+    );
+    match is_needed {
+        Some(true) if starts && is_wrapped => {
+            Check::ok(WRAPPER, format!("{why}; the wrapper {path} hides the file"))
         }
-        Some(true) if works => Check::ok(WRAPPER, format!("{why}, but this runsc starts all the same")),
+        Some(true) if starts => Check::ok(WRAPPER, format!("{why}, but this runsc starts without a wrapper")),
         Some(true) => Check::fail(
             WRAPPER,
             format!("{why} and refuses to start"),
-            "make setup registers scripts/runsc-wrapper, which runs runsc where /proc/sys/net is empty (unshare --mount, \
-             a tmpfs over it, exec runsc)",
+            "make setup registers scripts/runsc-wrapper, which runs runsc in a mount namespace with an empty /proc/sys/net",
         ),
-        Some(false) => Check::ok(WRAPPER, "it needs no wrapper for runsc"),
-        None if works => {
-            Check::ok(WRAPPER, "whether it needs a wrapper can't be found out without root, but runsc works")
+        Some(false) => Check::ok(WRAPPER, "runsc needs no wrapper"),
+        None if starts => {
+            Check::ok(WRAPPER, "only root can test whether runsc needs a wrapper, but runsc works")
         }
-        None => Check::warn(
-            WRAPPER,
-            "whether it needs a wrapper for runsc can't be found out without root",
-            "sudo emergent doctor",
-        ),
+        None => {
+            Check::warn(WRAPPER, "only root can test whether runsc needs a wrapper", "sudo emergent doctor")
+        }
     }
 }
 
@@ -150,8 +147,8 @@ fn wrapper(needed: Option<bool>, wrapped: bool, works: bool, path: &str) -> Chec
 mod tests {
     use super::*;
 
-    fn seen(kernel: &str, keeps_files: bool) -> Result<Seen, String> {
-        Ok(Seen { kernel: kernel.into(), keeps_files, start_ms: 600 })
+    fn probe(kernel: &str, keeps_files: bool) -> Result<Probe, String> {
+        Ok(Probe { kernel: kernel.into(), keeps_files, start_ms: 600 })
     }
 
     fn all_ok(checks: &[Check]) -> bool {
@@ -159,17 +156,17 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_in_name_only_is_found_out() {
+    fn runtime_with_the_hosts_kernel_is_not_accepted_as_gvisor() {
         let host = "Linux version 6.18.44-x (gcc) #1 SMP";
-        assert!(!all_ok(&judge(&seen(host, true), Some("6.18.44-x"), &[])));
+        assert!(!all_ok(&judge(&probe(host, true), Some("6.18.44-x"), &[])));
         let gvisor = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016";
-        assert!(all_ok(&judge(&seen(gvisor, true), Some("6.18.44-x"), &[])));
+        assert!(all_ok(&judge(&probe(gvisor, true), Some("6.18.44-x"), &[])));
     }
 
     #[test]
-    fn lost_files_and_refused_starts_are_told_with_their_fix() {
+    fn lost_files_and_failed_starts_are_reported_with_their_fix() {
         let text = |checks: &[Check]| serde_json::to_string(checks).unwrap();
-        let lost = judge(&seen("Linux version 4.4.0 #1", false), None, &[]);
+        let lost = judge(&probe("Linux version 4.4.0 #1", false), None, &[]);
         assert!(text(&lost).contains("--overlay2=none") && text(&lost).contains("warn"));
         let refused =
             judge(&Err("cannot run with network enabled in root network namespace".into()), None, &[]);
@@ -177,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wrapper_is_asked_for_only_where_it_is_needed() {
+    fn wrapper_is_required_only_on_kernels_that_need_it() {
         assert!(wrapper(Some(false), false, false, "runsc").is_ok());
         assert!(wrapper(Some(true), true, true, "/wrapper").is_ok());
         assert!(!wrapper(Some(true), false, false, "runsc").is_ok());

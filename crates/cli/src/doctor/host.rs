@@ -1,4 +1,4 @@
-//! What this machine has: room, rights, devices, programs.
+//! Checks of this machine: disk space, permissions, devices, programs, the firewall and DNS.
 
 use std::fs::{self, OpenOptions};
 use std::net::IpAddr;
@@ -7,14 +7,14 @@ use std::process::{Command, Stdio};
 
 use super::report::Check;
 
-/// Below this the server refuses to make disks.
+/// The server makes no disks below this.
 const LEAST_FREE_BYTES: u64 = 1 << 30;
-/// Below this one workspace of the usual size may fill the disk.
+/// Below this, one workspace of the default size can fill the disk.
 const ENOUGH_FREE_BYTES: u64 = 10 << 30;
-/// Where system programs are, whatever the caller's PATH.
+/// The directories of system programs. The caller's PATH may lack some.
 const SYSTEM_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// All checks that look at files and devices.
+/// The checks of files and devices.
 pub(super) fn checks(data_dir: &Path) -> Vec<Check> {
     vec![data_directory(data_dir), disk_space("disk space", data_dir), disk_quotas()]
 }
@@ -23,7 +23,7 @@ pub(super) fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// The path itself or, as long as it is not there, what is above it.
+/// The path, or its nearest ancestor that exists.
 fn nearest(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }
@@ -36,16 +36,16 @@ fn data_directory(path: &Path) -> Check {
     let _ = fs::remove_file(&probe);
     match written {
         Ok(()) if path.is_dir() => Check::ok(WHAT, format!("{shown} can be written")),
-        Ok(()) => Check::ok(WHAT, format!("{shown} does not exist yet; the first start makes it")),
+        Ok(()) => Check::ok(WHAT, format!("{shown} does not exist yet; the first start creates it")),
         Err(error) => Check::fail(
             WHAT,
             format!("{} can't be written: {error}", nearest(path).display()),
-            "run as the user who owns it, or choose another: emergent serve --data-dir DIR",
+            "run as its owner, or choose another: emergent serve --data-dir DIR",
         ),
     }
 }
 
-/// How much room there is where this path is.
+/// Checks the free space of the file system that has this path.
 pub(super) fn disk_space(what: &str, path: &Path) -> Check {
     let place = nearest(path);
     let free = match rustix::fs::statvfs(place) {
@@ -59,7 +59,8 @@ pub(super) fn disk_space(what: &str, path: &Path) -> Check {
         }
     };
     let detail = format!("{:.1} GiB free at {}", free as f64 / f64::from(1 << 30), path.display());
-    let fix = "free some room (docker system df shows what Docker uses), or move it with --data-dir";
+    let fix =
+        "free some space (`docker system df` shows Docker's share), or choose another disk with --data-dir";
     match free {
         0..LEAST_FREE_BYTES => Check::fail(what, detail, fix),
         LEAST_FREE_BYTES..ENOUGH_FREE_BYTES => {
@@ -71,7 +72,7 @@ pub(super) fn disk_space(what: &str, path: &Path) -> Check {
 
 fn disk_quotas() -> Check {
     const WHAT: &str = "disk quotas";
-    let watched = "workspaces' disk use is watched, but not limited by the kernel";
+    let watched = "the server watches the disk use of workspaces, but the kernel does not limit it";
     if !is_root() {
         return Check::warn(WHAT, format!("loop devices need root: {watched}"), "run the server as root");
     }
@@ -91,18 +92,18 @@ fn disk_quotas() -> Check {
             );
         }
     }
-    Check::ok(WHAT, "each workspace gets a disk of its own size (loop device, ext4)")
+    Check::ok(WHAT, "each workspace gets a disk of its own (loop device, ext4)")
 }
 
-/// Whether the rules that keep workspaces off this host and its networks can be set.
+/// Checks that egress rules can be set. They block this host and private networks for workspaces.
 pub(super) fn firewall() -> Check {
     const WHAT: &str = "firewall";
-    let without = "workspaces with a network can't be made without it";
+    let without = "without egress rules the server creates no workspaces with a network";
     if !is_root() {
         return Check::fail(
             WHAT,
             format!("setting rules needs root: {without}"),
-            "run the server as root, or make workspaces with --network isolated",
+            "run the server as root, or create workspaces with --network isolated",
         );
     }
     let families: &[&str] =
@@ -117,10 +118,10 @@ pub(super) fn firewall() -> Check {
                 );
             }
         }
-        if let Err(said) = run(family, &["-w", "5", "-n", "-L", "INPUT"]) {
+        if let Err(problem) = run(family, &["-w", "5", "-n", "-L", "INPUT"]) {
             return Check::fail(
                 WHAT,
-                format!("{family} does not work: {said}"),
+                format!("{family} does not work: {problem}"),
                 "load the kernel's modules (modprobe ip_tables ip6_tables), or choose the other back end: \
                  update-alternatives --config iptables",
             );
@@ -129,12 +130,12 @@ pub(super) fn firewall() -> Check {
     Check::ok(WHAT, format!("{} can be used", families.join(" and ")))
 }
 
-/// Whether workspaces can be given a name server that they reach.
+/// Checks that workspaces can reach a name server.
 pub(super) fn name_servers(configured: &[IpAddr]) -> Check {
     const WHAT: &str = "DNS";
     let list = |servers: &[IpAddr]| servers.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     if !configured.is_empty() {
-        return Check::ok(WHAT, format!("workspaces ask {} (configured)", list(configured)));
+        return Check::ok(WHAT, format!("workspaces use {} (configured)", list(configured)));
     }
     let text = fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
     let (reachable, others) = sort_name_servers(&text);
@@ -143,15 +144,15 @@ pub(super) fn name_servers(configured: &[IpAddr]) -> Check {
         return Check::warn(
             WHAT,
             format!(
-                "/etc/resolv.conf has no name server that a workspace can reach ({found}); they ask 1.1.1.1 and 8.8.8.8"
+                "/etc/resolv.conf has no name server that a workspace can reach ({found}); workspaces use 1.1.1.1 and 8.8.8.8"
             ),
-            "if this network blocks those, name one of yours in emergent.toml: [providers] nameservers = [\"ADDRESS\"]",
+            "if this network blocks them, set yours in emergent.toml: [providers] nameservers = [\"ADDRESS\"]",
         );
     }
-    Check::ok(WHAT, format!("workspaces ask {}", list(&reachable)))
+    Check::ok(WHAT, format!("workspaces use {}", list(&reachable)))
 }
 
-/// Name servers in a resolv.conf: those that a sandbox can reach (IPv4, not on this host's loopback), and others.
+/// The name servers of a resolv.conf: first those that a sandbox can reach (IPv4, not on this host's loopback), then the others.
 fn sort_name_servers(text: &str) -> (Vec<IpAddr>, Vec<IpAddr>) {
     let servers = text.lines().filter_map(|line| {
         let mut words = line.split_whitespace();
@@ -160,12 +161,12 @@ fn sort_name_servers(text: &str) -> (Vec<IpAddr>, Vec<IpAddr>) {
     servers.partition(|server| server.is_ipv4() && !server.is_loopback() && !server.is_unspecified())
 }
 
-/// Where a system program is.
+/// The path of a system program.
 pub(super) fn find_program(name: &str) -> Option<PathBuf> {
     SYSTEM_PATH.split(':').map(|directory| Path::new(directory).join(name)).find(|path| path.is_file())
 }
 
-/// Runs a system program; what it said when it failed.
+/// Runs a system program. The error is its standard error.
 pub(super) fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
     let output = Command::new(program)
         .args(arguments)
@@ -177,9 +178,9 @@ pub(super) fn run(program: &str, arguments: &[&str]) -> Result<(), String> {
     if output.status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
-    let said = said.trim();
-    Err(if said.is_empty() { output.status.to_string() } else { said.to_owned() })
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let problem = stderr.trim();
+    Err(if problem.is_empty() { output.status.to_string() } else { problem.to_owned() })
 }
 
 #[cfg(test)]
@@ -187,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn name_servers_of_this_host_alone_are_told_apart() {
+    fn loopback_and_ipv6_name_servers_are_not_reachable() {
         let text = "# x\nnameserver 127.0.0.53\nnameserver 10.0.0.1 # y\nnameserver ::1\noptions edns0\nnameserver\n";
         let (reachable, others) = sort_name_servers(text);
         assert_eq!(reachable, ["10.0.0.1".parse::<IpAddr>().unwrap()]);
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_is_not_there_yet_is_fine() {
+    fn missing_data_directory_passes_if_its_ancestor_can_be_written() {
         let directory = tempfile::tempdir().unwrap();
         assert!(data_directory(directory.path()).is_ok());
         assert!(data_directory(&directory.path().join("a/b")).is_ok());
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_found_and_their_words_kept() {
+    fn failed_program_returns_its_standard_error() {
         assert!(find_program("sh").is_some());
         assert!(find_program("no-such-program").is_none());
         assert_eq!(run("sh", &["-c", "echo no >&2; exit 3"]), Err("no".to_owned()));

@@ -1,7 +1,7 @@
-//! `emergent doctor`: what works on this machine, and how to fix what does not. Needs no server.
+//! `emergent doctor`: checks this machine, and names the fix of each problem. Needs no server.
 //!
-//! Independent checks run at the same time, each within its own time. A check looks or tries; the only thing that it
-//! makes is one container, labelled `emergent.doctor`, which is removed whatever happens.
+//! Independent checks run at the same time, each with its own time limit. The checks change nothing, except for one container
+//! with the label `emergent.doctor`, which is removed in every case.
 
 mod database;
 mod docker;
@@ -23,21 +23,21 @@ use tokio::signal::unix::{SignalKind, signal};
 use self::report::Check;
 use crate::progress;
 
-/// For checks that only look at this machine.
+/// The time limit of a check that reads files and runs programs.
 const LOOK: Duration = Duration::from_secs(15);
 
-/// Check what works on this machine, and say how to fix what does not
+/// Check this machine, and print the fix of each problem
 ///
-/// Really starts a gVisor container (and removes it). Needs no server. Exits with 1 when something that the server
-/// needs does not work.
+/// Starts a gVisor container and removes it again. Needs no server. Exits with 1 when something that the server needs does
+/// not work.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent doctor
   emergent doctor --json
-  sudo emergent doctor                     as root, as which the server can do more")]
+  sudo emergent doctor                     with the permissions that the server needs for disks and networks")]
 pub(crate) struct DoctorArgs {
-    /// Where the server keeps its files [env: EMERGENT_DATA_DIR]
+    /// The server's data directory [env: EMERGENT_DATA_DIR]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
     /// The server's configuration file [default: emergent.toml in the working directory, if there is one]
@@ -48,14 +48,14 @@ pub(crate) struct DoctorArgs {
     pub(crate) json: bool,
 }
 
-/// Checks everything.
+/// Runs all checks and prints their results.
 pub(crate) async fn run(args: DoctorArgs) -> Result<u8> {
     let overrides = Overrides { data_dir: args.data_dir.clone(), ..Overrides::default() };
     let (settings, configuration) = match Settings::load(args.config.as_deref(), &overrides) {
         Ok(settings) => (settings, None),
-        // The other checks still say something, with the defaults.
+        // The other checks run with the defaults.
         Err(error) => {
-            let fix = "correct the file or the variable that the message names";
+            let fix = "correct the file or the variable in the message";
             let mut settings = Settings::default();
             if let Some(data_dir) = args.data_dir {
                 settings.data_dir = data_dir;
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: DoctorArgs) -> Result<u8> {
     Ok(report::exit_code(&checks))
 }
 
-/// Ends when somebody wants the doctor to end, with the exit code for it.
+/// Ends at SIGTERM or SIGINT, with the exit code for the signal.
 fn interrupted() -> Result<impl Future<Output = u8>> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;

@@ -1,4 +1,4 @@
-//! Starts a container on gVisor, twice, and removes it.
+//! The probe of gVisor: starts one container twice and removes it.
 
 use std::collections::HashMap;
 use std::error::Error as StdError;
@@ -13,43 +13,43 @@ use bollard::query_parameters::{
 };
 use futures_util::StreamExt;
 
-/// Marks what the doctor makes.
+/// The label of the doctor's containers.
 const LABEL: &str = "emergent.doctor";
-/// For both starts.
+/// The time limit for both starts.
 const LIMIT: Duration = Duration::from_secs(90);
-/// For taking the container away again.
+/// The time limit for removing the container.
 const REMOVE: Duration = Duration::from_secs(30);
-/// A container of a doctor that was killed; one that still works is younger.
+/// A container of this age belongs to a doctor that was killed. A doctor that still runs has a younger one.
 const STALE_SECONDS: i64 = 600;
-/// How much of the container's output is kept.
+/// The size limit of the container's output.
 const MAX_OUTPUT_BYTES: usize = 64 << 10;
-/// Says which kernel it runs on, and whether a file outside of volumes is still there at the second start.
+/// Prints the version of the kernel, and at the second start whether a file outside of volumes was kept.
 const SCRIPT: &str =
     "cat /proc/version; if [ -e /emergent-doctor ]; then echo kept; else : >/emergent-doctor; fi";
 
-/// What the container showed.
+/// The result of the probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Seen {
-    /// The kernel's words about itself.
+pub(super) struct Probe {
+    /// The content of the container's `/proc/version`.
     pub(super) kernel: String,
     /// Whether files of the root filesystem survived a stop.
     pub(super) keeps_files: bool,
-    /// How long creating and starting it took.
+    /// The duration of create and first start.
     pub(super) start_ms: u128,
 }
 
-/// Runs the container on the runtime `runsc`. Whatever happens, it is gone afterwards.
-pub(super) async fn run(docker: &Docker, image: &str, name: &str) -> Result<Seen, String> {
-    sweep(docker).await;
-    let seen = match tokio::time::timeout(LIMIT, start_twice(docker, image, name)).await {
-        Ok(seen) => seen.map_err(|error| describe(&error)),
+/// Runs the container on the runtime `runsc`, and removes it in every case.
+pub(super) async fn run(docker: &Docker, image: &str, name: &str) -> Result<Probe, String> {
+    remove_stale(docker).await;
+    let probe = match tokio::time::timeout(LIMIT, start_twice(docker, image, name)).await {
+        Ok(probe) => probe.map_err(|error| with_causes(&error)),
         Err(_) => Err(format!("the container did not start and end within {} s", LIMIT.as_secs())),
     };
     remove(docker, name).await;
-    seen
+    probe
 }
 
-async fn start_twice(docker: &Docker, image: &str, name: &str) -> Result<Seen, Error> {
+async fn start_twice(docker: &Docker, image: &str, name: &str) -> Result<Probe, Error> {
     let body = ContainerCreateBody {
         image: Some(image.to_owned()),
         entrypoint: Some(vec!["/bin/sh".to_owned(), "-c".to_owned(), SCRIPT.to_owned()]),
@@ -76,11 +76,11 @@ async fn start_twice(docker: &Docker, image: &str, name: &str) -> Result<Seen, E
     let output = logs(docker, name).await?;
     let kernel = output.lines().next().unwrap_or_default().to_owned();
     let keeps_files = output.lines().any(|line| line == "kept");
-    Ok(Seen { kernel, keeps_files, start_ms })
+    Ok(Probe { kernel, keeps_files, start_ms })
 }
 
 async fn wait(docker: &Docker, name: &str) -> Result<(), Error> {
-    // An exit code other than 0 is an error here.
+    // bollard returns an error for an exit code other than 0.
     let ended = std::pin::pin!(docker.wait_container(name, None)).next().await;
     match ended {
         Some(Err(error)) => Err(error),
@@ -92,8 +92,8 @@ async fn logs(docker: &Docker, name: &str) -> Result<String, Error> {
     let options = LogsOptionsBuilder::new().stdout(true).stderr(true).build();
     let mut output = String::new();
     let mut lines = std::pin::pin!(docker.logs(name, Some(options)));
-    while let Some(piece) = lines.next().await {
-        output.push_str(&String::from_utf8_lossy(&piece?.into_bytes()));
+    while let Some(line) = lines.next().await {
+        output.push_str(&String::from_utf8_lossy(&line?.into_bytes()));
         if output.len() > MAX_OUTPUT_BYTES {
             break;
         }
@@ -101,15 +101,15 @@ async fn logs(docker: &Docker, name: &str) -> Result<String, Error> {
     Ok(output)
 }
 
-/// Removes a container, running or not, if it is there.
+/// Removes a container, running or not, if it exists.
 pub(super) async fn remove(docker: &Docker, name: &str) {
     let options = RemoveContainerOptionsBuilder::new().force(true).v(true).build();
-    // Nothing can be done about a failure but to try again: the next run sweeps.
+    // After a failure the next run removes it as a stale one.
     let _ = tokio::time::timeout(REMOVE, docker.remove_container(name, Some(options))).await;
 }
 
-/// Removes what a doctor left that was killed.
-async fn sweep(docker: &Docker) {
+/// Removes the containers of doctors that were killed.
+async fn remove_stale(docker: &Docker) {
     let filters = HashMap::from([("label".to_owned(), vec![LABEL.to_owned()])]);
     let options = ListContainersOptionsBuilder::new().all(true).filters(&filters).build();
     let listed = tokio::time::timeout(REMOVE, docker.list_containers(Some(options))).await;
@@ -124,14 +124,14 @@ async fn sweep(docker: &Docker) {
     }
 }
 
-/// An error with its causes.
-pub(super) fn describe(error: &dyn StdError) -> String {
+/// The text of an error with its causes.
+pub(super) fn with_causes(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
-        let said = cause.to_string();
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
         }
         source = cause.source();
     }

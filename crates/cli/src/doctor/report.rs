@@ -1,4 +1,4 @@
-//! What a check found, and how all of them are shown.
+//! The result of a check, and the report of all results.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -9,21 +9,21 @@ use serde::Serialize;
 
 use crate::output::{self, Table, one_line};
 
-/// How a check went.
+/// The outcome of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Level {
     /// It works.
     Ok,
-    /// The server works without it, but does less.
+    /// The server works without it, with fewer features.
     Warn,
     /// The server, or its main provider, does not work.
     Fail,
-    /// It can't be known before something else works.
+    /// It was not checked, because something that it needs does not work.
     Skip,
 }
 
-/// One thing that was checked.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Check {
     what: String,
@@ -43,7 +43,7 @@ impl Check {
         Self::new(what, Level::Ok, detail, None)
     }
 
-    /// The server does less without it.
+    /// The server has fewer features without it.
     pub(super) fn warn(what: &str, detail: impl Display, fix: impl Into<String>) -> Self {
         Self::new(what, Level::Warn, detail, Some(fix.into()))
     }
@@ -53,7 +53,7 @@ impl Check {
         Self::new(what, Level::Fail, detail, Some(fix.into()))
     }
 
-    /// Not looked at, because of something else.
+    /// Not checked, for this reason.
     pub(super) fn skip(what: &str, because: impl Display) -> Self {
         Self::new(what, Level::Skip, format!("not checked: {because}"), None)
     }
@@ -65,7 +65,7 @@ impl Check {
     }
 }
 
-/// The check, or a failure when it takes too long.
+/// Runs a check. It fails at the time limit.
 pub(super) async fn within(
     what: &str,
     limit: Duration,
@@ -76,12 +76,12 @@ pub(super) async fn within(
         Err(_) => vec![Check::fail(
             what,
             format!("no answer within {} s", limit.as_secs()),
-            "look at what hangs (a dead disk or network file system, an overloaded machine) and try again",
+            "look for a hung disk, a hung network file system or an overloaded machine, and try again",
         )],
     }
 }
 
-/// The same for a check that blocks its thread.
+/// Runs a check that blocks its thread. It fails at the time limit.
 pub(super) async fn blocking(
     what: &str,
     limit: Duration,
@@ -90,18 +90,18 @@ pub(super) async fn blocking(
     let work = async {
         let done = tokio::task::spawn_blocking(check).await;
         done.unwrap_or_else(|error| {
-            vec![Check::fail(what, error, "report this: it is a fault of the doctor")]
+            vec![Check::fail(what, error, "report this: it is a defect of the doctor")]
         })
     };
     within(what, limit, work).await
 }
 
-/// Fails when a check did.
+/// The exit code: 1 if a check failed.
 pub(super) fn exit_code(checks: &[Check]) -> u8 {
     u8::from(checks.iter().any(|check| check.status == Level::Fail))
 }
 
-/// Writes the result to stdout.
+/// Writes the report to stdout.
 pub(super) fn print(checks: &[Check], json: bool) -> Result<()> {
     if json {
         #[derive(Serialize)]
@@ -137,8 +137,8 @@ fn render(checks: &[Check]) -> String {
     let count = |level: Level| checks.iter().filter(|check| check.status == level).count();
     match (count(Level::Fail), count(Level::Warn)) {
         (0, 0) => text.push_str("everything works\n"),
-        (0, warnings) => text.push_str(&format!("it works; {warnings} thing(s) could be better\n")),
-        (failures, _) => text.push_str(&format!("{failures} thing(s) must be fixed\n")),
+        (0, warnings) => text.push_str(&format!("it works, with {warnings} warning(s)\n")),
+        (failures, _) => text.push_str(&format!("{failures} problem(s) must be fixed\n")),
     }
     text
 }
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_line_that_is_not_ok_has_its_fix_below() {
+    fn each_warning_and_failure_has_its_fix_on_the_next_line() {
         let checks = [
             Check::ok("one", "fine"),
             Check::warn("second", "not\nfine", "do this"),
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(
             render(&checks),
             "ok    one     fine\nwarn  second  not fine\n      fix: do this\nFAIL  three   bad\n      fix: do that\n\
-             skip  four    not checked: three is bad\n1 thing(s) must be fixed\n"
+             skip  four    not checked: three is bad\n1 problem(s) must be fixed\n"
         );
         assert_eq!(exit_code(&checks), 1);
         assert_eq!(exit_code(&checks[..2]), 0);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_hangs_is_a_failure() {
+    async fn check_that_reaches_its_time_limit_fails() {
         let checks = within("x", Duration::from_millis(1), std::future::pending()).await;
         assert_eq!(exit_code(&checks), 1);
     }

@@ -1,19 +1,19 @@
-//! `emergent mcp config`.
+//! `emergent mcp config`: configurations for MCP clients.
 
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use emergent_wire::mcp::McpServer;
 use serde_json::{Value, json};
 
-use crate::client::Call;
+use crate::client::calls;
 use crate::context::Context;
 use crate::output;
 use crate::values::shell_word;
 
-/// Print what to put into an MCP client's configuration
+/// Print the configuration for an MCP client
 ///
-/// For a hosted server, or with --workspace for the tools of a workspace. The token stands as ${EMERGENT_TOKEN}, which
-/// most clients fill in from their environment; --with-token writes it out.
+/// For a hosted MCP server, or with --workspace for the tools of a workspace. The token is the placeholder ${EMERGENT_TOKEN},
+/// which most clients replace from their environment. --with-token prints the token itself.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -25,49 +25,48 @@ pub(super) struct ConfigArgs {
     /// The server's name or id
     #[arg(required_unless_present = "workspace")]
     name: Option<String>,
-    /// A workspace's id, or a unique piece of it: its seven tools
+    /// The tools of this workspace: its id, or a unique prefix or suffix of it
     #[arg(long, value_name = "ID", conflicts_with = "name")]
     workspace: Option<String>,
-    /// For which client
+    /// The format
     #[arg(long, value_enum, default_value_t = ClientKind::Generic)]
     client: ClientKind,
-    /// Write the token out instead of a placeholder
+    /// Print the token instead of a placeholder
     #[arg(long)]
     with_token: bool,
 }
 
-/// Clients that want it each in their own way.
+/// The formats of the clients' configurations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ClientKind {
-    /// `mcpServers` with type, url and headers: Cursor, Claude Code's .mcp.json, many others
+    /// `mcpServers` with type, url and headers: Cursor, Claude Code's .mcp.json and many others
     Generic,
     /// A command line for Claude Code
     ClaudeCode,
     /// .vscode/mcp.json
     Vscode,
-    /// For clients that only start programs: a bridge by npx
+    /// For clients that only start programs: npx runs the bridge mcp-remote
     Stdio,
 }
 
-/// Prints the snippet.
+/// Prints the configuration.
 pub(super) async fn run(context: &Context, args: &ConfigArgs) -> Result<u8> {
     let base = context.client.base_url().trim_end_matches('/').to_owned();
     let (name, url) = match (&args.workspace, &args.name) {
         (Some(given), _) => {
             let id = context.workspace_id(given).await?;
-            ("workspace".to_owned(), format!("{base}/api/v1/agent/workspaces/{id}/mcp"))
+            ("workspace".to_owned(), format!("{base}{}", calls::workspace_mcp_path(id)))
         }
         (None, name) => {
             let name = name.as_deref().unwrap_or_default();
-            let server: McpServer =
-                context.client.call(Call::get(&["mcp", "servers", name])).await?.parse()?;
+            let server: McpServer = context.client.call(calls::get_mcp_server(name)).await?.parse()?;
             (server.name, format!("{base}{}", server.endpoint))
         }
     };
     let token = if args.with_token { context.client.token() } else { "${EMERGENT_TOKEN}" };
     if args.client == ClientKind::ClaudeCode {
         let header = format!("Authorization: Bearer {token}");
-        // With the placeholder the shell is to fill it in.
+        // In double quotes the shell replaces the placeholder.
         let header = if args.with_token { shell_word(&header) } else { format!("\"{header}\"") };
         output::line(format_args!(
             "claude mcp add --transport http {} {} --header {header}",
@@ -79,7 +78,7 @@ pub(super) async fn run(context: &Context, args: &ConfigArgs) -> Result<u8> {
     }
     if !args.with_token {
         output::note(
-            "hint: make a token that reaches nothing else with: emergent token create NAME --workspace ID",
+            "hint: create a token for this endpoint only with: emergent token create NAME --workspace ID",
         );
     }
     Ok(0)

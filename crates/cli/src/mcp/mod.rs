@@ -1,4 +1,4 @@
-//! `emergent mcp`.
+//! `emergent mcp`: commands for hosted MCP servers.
 
 mod config;
 mod register;
@@ -10,7 +10,7 @@ use emergent_wire::mcp::{McpLogLine, McpLogs, McpServer, McpServerList, McpStatu
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::client::Call;
+use crate::client::calls;
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
 use crate::output::{self, Table, printable};
@@ -18,10 +18,10 @@ use crate::progress;
 use crate::sse::EventStream;
 use crate::values::{self, age, timestamp};
 
-/// Host MCP servers: register, call, restart, look at their logs
+/// Host MCP servers: register, call, restart, read their logs
 ///
-/// A registered server runs in a sandbox of its own until it is removed: it is started with this server, and started again
-/// when it ends. Any MCP client can use it; `emergent mcp config` prints what to paste.
+/// A registered MCP server runs in a sandbox of its own until it is removed. The server starts it when it starts itself, and
+/// restarts it when it ends. Any MCP client can use it: `emergent mcp config` prints the client's configuration.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -56,7 +56,7 @@ enum McpCommand {
     },
     /// Call a method or a tool of an MCP server
     ///
-    /// A name without a slash is a tool's: `call time get_current_time` is `call time tools/call` with that name.
+    /// A name without a slash is the name of a tool: `call time get_current_time` calls `tools/call` with that tool.
     #[command(after_help = "\
 Examples:
   emergent mcp call time tools/list
@@ -67,27 +67,27 @@ Examples:
         name: String,
         /// The method (`tools/list`), or the name of a tool
         method: String,
-        /// The method's parameters, as JSON; - reads them from standard input
+        /// The parameters of the method as JSON; - reads them from standard input
         #[arg(long, value_name = "JSON", conflicts_with = "args")]
         params: Option<String>,
-        /// A tool's arguments, as JSON; - reads them from standard input
+        /// The arguments of the tool as JSON; - reads them from standard input
         #[arg(long, value_name = "JSON")]
         args: Option<String>,
-        /// How long it may take: seconds, or 500ms, 2m [default: the server's own time-out]
+        /// The time-out: seconds, or 500ms, 2m [default: the time-out of the MCP server]
         #[arg(long, value_name = "DURATION", value_parser = values::duration)]
         timeout: Option<std::time::Duration>,
     },
-    /// Show what an MCP server wrote to standard error, and what happened to it
+    /// Print the log of an MCP server: its standard error, starts and ends
     #[command(
         after_help = "Examples:\n  emergent mcp logs time\n  emergent mcp logs time --follow --tail 20"
     )]
     Logs {
         /// Its name or id
         name: String,
-        /// So many of the last lines
+        /// The number of last lines
         #[arg(long, value_name = "COUNT", default_value_t = 200)]
         tail: usize,
-        /// Stay, and show lines as they come
+        /// Keep running and print new lines
         #[arg(long, short)]
         follow: bool,
     },
@@ -113,7 +113,7 @@ pub(crate) async fn run(args: McpArgs) -> Result<u8> {
     match args.command {
         McpCommand::Register(args) => return register::run(&context, &args).await,
         McpCommand::List => {
-            let answer = context.client.call(Call::get(&["mcp", "servers"])).await?;
+            let answer = context.client.call(calls::list_mcp_servers()).await?;
             context.show(&answer, |list: McpServerList| {
                 output::damaged(&list.unreadable);
                 if list.servers.is_empty() {
@@ -125,7 +125,7 @@ pub(crate) async fn run(args: McpArgs) -> Result<u8> {
             })?;
         }
         McpCommand::Get { name } => {
-            let answer = context.client.call(Call::get(&["mcp", "servers", &name])).await?;
+            let answer = context.client.call(calls::get_mcp_server(&name)).await?;
             context.show(&answer, |server: McpServer| details(&server).print())?;
         }
         McpCommand::Call { name, method, params, args, timeout } => {
@@ -133,16 +133,16 @@ pub(crate) async fn run(args: McpArgs) -> Result<u8> {
         }
         McpCommand::Logs { name, tail, follow } => return logs(&context, &name, tail, follow).await,
         McpCommand::Restart { name } => {
-            let call = Call::post(&["mcp", "servers", &name, "restart"]);
-            let answer = progress::during("restarting the server", context.client.call(call)).await?;
+            let call = calls::restart_mcp_server(&name);
+            let answer = progress::during("restarting the MCP server", context.client.call(call)).await?;
             context.show(&answer, |server: McpServer| table([&server]).print())?;
             let server: McpServer = answer.parse()?;
-            return Ok(tell_if_not_ready(&server));
+            return Ok(report_if_not_ready(&server));
         }
         McpCommand::Remove { names } => {
             for name in names {
-                let call = Call::delete(&["mcp", "servers", &name]);
-                let answer = progress::during("removing the server", context.client.call(call)).await?;
+                let call = calls::remove_mcp_server(&name);
+                let answer = progress::during("removing the MCP server", context.client.call(call)).await?;
                 context.show(&answer, |_: Value| output::line(format_args!("{name} removed")))?;
             }
         }
@@ -188,18 +188,18 @@ async fn call(
     let arguments = arguments.map(|text| read(text, "--args")).transpose()?;
     let (method, params) = if method.contains('/') || method == "ping" {
         if arguments.is_some() {
-            bail!("--args is for tools; use --params for the method {method}");
+            bail!("--args is for tools: use --params for the method {method}");
         }
         (method.to_owned(), params)
     } else {
         if params.is_some() {
-            bail!("--params is for methods; use --args for the tool {method}");
+            bail!("--params is for methods: use --args for the tool {method}");
         }
         let arguments = arguments.unwrap_or_else(|| serde_json::json!({}));
         ("tools/call".to_owned(), Some(serde_json::json!({ "name": method, "arguments": arguments })))
     };
     let body = CallBody { method, params, timeout_ms: timeout.map(values::millis) };
-    let request = Call::post(&["mcp", "servers", name, "call"]).body(&body)?;
+    let request = calls::call_mcp_server(name).body(&body)?;
     let answer = context.client.call(request).await?;
     let mut code = 0;
     let parsed: CallAnswer = answer.parse()?;
@@ -224,7 +224,7 @@ fn is_tool_error(result: &Value) -> bool {
     result.get("isError").and_then(Value::as_bool) == Some(true)
 }
 
-/// The text of a tool's result, when it has nothing else.
+/// The text of a tool's result. `None` if it has other content too.
 fn text_of(result: &Value) -> Option<String> {
     let content = result.get("content")?.as_array()?;
     let texts: Option<Vec<&str>> = content.iter().map(|part| part.get("text")?.as_str()).collect();
@@ -232,7 +232,7 @@ fn text_of(result: &Value) -> Option<String> {
 }
 
 async fn logs(context: &Context, name: &str, tail: usize, follow: bool) -> Result<u8> {
-    let call = Call::get(&["mcp", "servers", name, "logs"]).query("tail", Some(tail));
+    let call = calls::get_mcp_logs(name).query("tail", Some(tail));
     if !follow {
         let answer = context.client.call(call).await?;
         context.show(&answer, |logs: McpLogs| logs.lines.iter().try_for_each(log_line))?;
@@ -247,7 +247,7 @@ async fn logs(context: &Context, name: &str, tail: usize, follow: bool) -> Resul
             log_line(&line)?;
         }
     }
-    output::note("the server has ended the stream");
+    output::note("the server ended the stream");
     Ok(1)
 }
 
@@ -305,11 +305,11 @@ fn details(server: &McpServer) -> Table {
     table.field("restart policy", Some(server.restart_policy));
     table.field("time-out", Some(format!("{} ms", server.timeout_ms)));
     table.field("provider", server.provider);
-    table.field("why there", server.placement.as_ref().map(|placement| &placement.reason));
+    table.field("placement", server.placement.as_ref().map(|placement| &placement.reason));
     table.field("started", server.started_at.map(timestamp));
     table.field("restarts", Some(server.restarts));
     if let Some(exit) = &server.last_exit {
-        table.field("last end", Some(format!("{} ({})", exit.reason, timestamp(exit.at))));
+        table.field("last exit", Some(format!("{} ({})", exit.reason, timestamp(exit.at))));
     }
     if let Some(usage) = &server.usage {
         table.field("memory", Some(values::size(usage.memory_bytes)));
@@ -321,8 +321,8 @@ fn details(server: &McpServer) -> Table {
     table
 }
 
-/// Says why a server is not ready, with what it wrote last. The exit code to give.
-fn tell_if_not_ready(server: &McpServer) -> u8 {
+/// Prints why a server is not ready, with the last lines of its standard error. Returns the exit code.
+fn report_if_not_ready(server: &McpServer) -> u8 {
     if server.status == McpStatus::Ready {
         return 0;
     }
@@ -331,11 +331,11 @@ fn tell_if_not_ready(server: &McpServer) -> u8 {
         output::note(format_args!("  {}", printable(error)));
     }
     if let Some(exit) = &server.last_exit {
-        output::note(format_args!("  {}; its last words:", exit.reason));
+        output::note(format_args!("  {}; the end of its standard error:", exit.reason));
         for line in exit.stderr_tail.lines() {
             output::note(format_args!("    {}", printable(line)));
         }
     }
-    output::note(format_args!("hint: look at `emergent mcp logs {}`", server.name));
+    output::note(format_args!("hint: read its log with: emergent mcp logs {}", server.name));
     1
 }

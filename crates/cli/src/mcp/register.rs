@@ -5,15 +5,15 @@ use clap::Args;
 use emergent_wire::mcp::{McpMode, McpServer, McpVolume, RegisterMcpServer, RestartPolicy};
 use emergent_wire::workspace::{NetworkMode, ProviderChoice};
 
-use super::{table, tell_if_not_ready};
-use crate::client::Call;
+use super::{report_if_not_ready, table};
+use crate::client::calls;
 use crate::context::Context;
 use crate::values::{self, LimitArgs, one_of};
 use crate::{output, progress};
 
 /// Register an MCP server and start it
 ///
-/// What comes after `--` are arguments for the image's own program, or with --command the whole program.
+/// The words after `--` are arguments for the image's own program. With --command they are a program and its arguments.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -24,52 +24,52 @@ Examples:
   emergent mcp register web --image my/web --port 8080
   emergent mcp register mine --command -- python3 /workspace/server.py")]
 pub(super) struct RegisterArgs {
-    /// What it is called: lower-case letters, digits, - _ .
+    /// The name: lower-case letters, digits, - _ .
     name: String,
     /// The image [default: the workspace image, which needs --command]
     #[arg(long)]
     image: Option<String>,
-    /// What comes after -- is the whole program, not only arguments for the image's own
+    /// Run the words after -- as the program, instead of passing them to the image's own program
     #[arg(long)]
     command: bool,
-    /// The port it listens on: it speaks HTTP by itself, and not over standard input and output
+    /// The port of an MCP server that speaks HTTP instead of standard input and output
     #[arg(long)]
     port: Option<u16>,
-    /// The path of its endpoint then [default: /mcp]
+    /// The path of its HTTP endpoint [default: /mcp]
     #[arg(long, requires = "port")]
     path: Option<String>,
-    /// Whether all clients share one process, or each session has one of its own [default: shared]
+    /// One process for all clients, or one for each session [default: shared]
     #[arg(long, value_parser = one_of::<McpMode>(McpMode::ALL.iter().map(|name| name.as_str())))]
     mode: Option<McpMode>,
-    /// When it is started again after it ended [default: always]
+    /// When to restart it after it ended [default: always]
     #[arg(long, value_parser = one_of::<RestartPolicy>(RestartPolicy::ALL.iter().map(|name| name.as_str())))]
     restart: Option<RestartPolicy>,
-    /// A variable that it sees; NAME alone takes the value it has here, which keeps it out of the list of processes
+    /// An environment variable. NAME alone passes on its value from here, which hides it from the list of processes
     #[arg(long, value_name = "NAME[=VALUE]", value_parser = values::variable)]
     env: Vec<(String, String)>,
-    /// A directory that is kept, also when it is restarted
+    /// A volume, mounted at /PATH. Restarts keep its files
     #[arg(long, value_name = "NAME:/PATH")]
     volume: Vec<McpVolume>,
     #[command(flatten)]
     limits: LimitArgs,
-    /// What it can reach: the internet (nat), or nothing (isolated) [default: nat]
+    /// Its network: access to the internet (nat), or none (isolated) [default: nat]
     #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
     network: Option<NetworkMode>,
-    /// How long a call may take: seconds, or 500ms, 2m [default: 30s]
+    /// The time-out of a call: seconds, or 500ms, 2m [default: 30s]
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     timeout: Option<std::time::Duration>,
-    /// Where it runs [default: auto]
+    /// The provider of its sandbox [default: auto]
     #[arg(long, value_parser = one_of::<ProviderChoice>(ProviderChoice::ALL.iter().map(|name| name.as_str())))]
     provider: Option<ProviderChoice>,
     /// Print the id and nothing else
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
-    /// Arguments for the server, or with --command the program and its arguments
+    /// Arguments for the MCP server, or with --command a program and its arguments
     #[arg(last = true, value_name = "ARGUMENT")]
     words: Vec<String>,
 }
 
-/// Registers a server and shows it.
+/// Registers a server and prints it.
 pub(super) async fn run(context: &Context, args: &RegisterArgs) -> Result<u8> {
     let (command, arguments) =
         if args.command { (args.words.clone(), Vec::new()) } else { (Vec::new(), args.words.clone()) };
@@ -90,8 +90,8 @@ pub(super) async fn run(context: &Context, args: &RegisterArgs) -> Result<u8> {
         timeout_ms: args.timeout.map(values::millis),
         provider: args.provider,
     };
-    let call = Call::post(&["mcp", "servers"]).body(&request)?;
-    let answer = progress::during("starting the server", context.client.call(call)).await?;
+    let call = calls::register_mcp_server().body(&request)?;
+    let answer = progress::during("starting the MCP server", context.client.call(call)).await?;
     context.show(
         &answer,
         |server: McpServer| {
@@ -99,7 +99,7 @@ pub(super) async fn run(context: &Context, args: &RegisterArgs) -> Result<u8> {
         },
     )?;
     let server: McpServer = answer.parse()?;
-    if !args.quiet && !context.json && tell_if_not_ready(&server) == 0 {
+    if !args.quiet && !context.json && report_if_not_ready(&server) == 0 {
         output::note(format_args!("connect a client with: emergent mcp config {}", server.name));
     }
     Ok(u8::from(server.status != emergent_wire::mcp::McpStatus::Ready))

@@ -1,29 +1,29 @@
-//! `workspace bash`: runs a command and behaves as if it ran here: its output as it comes, its exit code at the end.
+//! `workspace bash`: runs a command like a local one. Its output is streamed, and its exit code becomes that of this program.
 
 use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::Args;
 use emergent_wire::WorkspaceId;
-use emergent_wire::tools::{BashAnswer, BashRequest, MAX_TIMEOUT_MS, OperationAnswer};
+use emergent_wire::tools::{BashAnswer, BashRequest, MAX_TIMEOUT_MS, OperationAnswer, ToolRequest as _};
 use reqwest::StatusCode;
 use serde::Deserialize;
 
 use super::exit_status::Ending;
-use crate::client::{ApiError, Call};
+use crate::client::{ApiError, Call, calls};
 use crate::context::Context;
 use crate::sse::{Event, EventStream};
 use crate::{output, values};
 
-/// How much longer than the command the server may take to answer.
+/// The time limit of the call, beyond the time-out of the command.
 const MARGIN: Duration = Duration::from_secs(60);
 
 /// Run a command in a workspace
 ///
-/// Its output comes as it is written, and its exit code becomes this command's: 124 when the time-out ended it,
-/// 128 and the signal's number when a signal did. The command runs in bash (sh where there is none) with an empty
-/// standard input. Several words are joined by spaces, so quote a command line that has quotes, pipes or variables
-/// of its own. With --json the answer comes at the end, and the exit code says whether the call worked.
+/// The output is printed as the command writes it. The exit code is that of the command, 124 if the time-out ended it, or 128
+/// plus the signal's number if a signal did. The command runs in bash (sh if the image has no bash) with an empty standard
+/// input. Several words are joined with spaces, so quote a command line with quotes, pipes or variables. With --json the
+/// answer is printed at the end, and the exit code only tells whether the call succeeded.
 #[derive(Args, Debug)]
 #[command(
     override_usage = "emergent workspace bash [OPTIONS] <ID> -- <COMMAND>...",
@@ -36,18 +36,18 @@ Examples:
   emergent workspace operation 3fa2c9d1 $op --follow"
 )]
 pub(super) struct BashArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
-    /// Where it runs [default: /workspace]
+    /// The working directory [default: /workspace]
     #[arg(long, short = 'w', value_name = "DIR")]
     workdir: Option<String>,
-    /// How long it may run: seconds, or 500ms, 5m [default: 2m, at most 10m; in the background for ever]
+    /// The time-out: seconds, or 500ms, 5m [default: 2m, at most 10m; in the background none]
     #[arg(long, short = 't', value_name = "DURATION", value_parser = values::duration)]
     timeout: Option<Duration>,
-    /// A variable for this command; NAME alone takes the value it has here
+    /// An environment variable. NAME alone passes on its value from here
     #[arg(long, short = 'e', value_name = "NAME[=VALUE]", value_parser = values::variable)]
     env: Vec<(String, String)>,
-    /// Print the id of the operation at once; the command goes on
+    /// Run it in the background, and print the id of the operation
     #[arg(long, short = 'b')]
     background: bool,
     /// The command
@@ -55,9 +55,9 @@ pub(super) struct BashArgs {
     command: Vec<String>,
 }
 
-/// A piece of output.
+/// The data of an output event.
 #[derive(Deserialize)]
-pub(super) struct Piece {
+struct OutputChunk {
     text: String,
 }
 
@@ -71,8 +71,7 @@ pub(super) async fn run(context: &Context, args: BashArgs) -> Result<u8> {
         background: args.background,
     };
     let limit = args.timeout.unwrap_or(Duration::from_millis(MAX_TIMEOUT_MS));
-    let call =
-        Call::post(&["agent", "workspaces", &id.to_string(), "bash"]).body(&request)?.within(limit + MARGIN);
+    let call = calls::tool(id, BashRequest::NAME).body(&request)?.within(limit + MARGIN);
     if args.background {
         let answer = context.client.call(call).await?;
         context.show(&answer, |operation: OperationAnswer| {
@@ -96,30 +95,30 @@ pub(super) async fn run(context: &Context, args: BashArgs) -> Result<u8> {
 async fn stream(context: &Context, id: WorkspaceId, call: Call) -> Result<u8> {
     let mut events = EventStream::new(context.client.send(call).await?);
     while let Some(event) = events.next().await? {
-        if pass_on(&event)? {
+        if print_output(&event)? {
             continue;
         }
         if event.event == "result" {
             let answer: BashAnswer = serde_json::from_str(&event.data)?;
-            return Ok(tell(&Ending::from(&answer)));
+            return Ok(report(&Ending::from(&answer)));
         }
     }
     bail!(
-        "the server ended the connection while the command ran: it may have had effects (look with: emergent \
+        "the server ended the connection while the command ran: it may have had effects (check with: emergent \
          workspace get {id})"
     )
 }
 
-/// Writes a piece of output to where it belongs; false when the event is something else. A failure ends it.
-pub(super) fn pass_on(event: &Event) -> Result<bool> {
+/// Writes an output event to stdout or stderr. Returns false for another event, and an error for an `error` event.
+pub(super) fn print_output(event: &Event) -> Result<bool> {
     match event.event.as_str() {
         "stdout" => {
-            let piece: Piece = serde_json::from_str(&event.data)?;
-            output::bytes(piece.text.as_bytes())?;
+            let chunk: OutputChunk = serde_json::from_str(&event.data)?;
+            output::bytes(chunk.text.as_bytes())?;
         }
         "stderr" => {
-            let piece: Piece = serde_json::from_str(&event.data)?;
-            output::error_bytes(piece.text.as_bytes());
+            let chunk: OutputChunk = serde_json::from_str(&event.data)?;
+            output::error_bytes(chunk.text.as_bytes());
         }
         "error" => return Err(ApiError::parse(StatusCode::OK, &event.data).into()),
         _ => return Ok(false),
@@ -127,8 +126,8 @@ pub(super) fn pass_on(event: &Event) -> Result<bool> {
     Ok(true)
 }
 
-/// Says what there is to say about the end of a command, and gives its exit code.
-pub(super) fn tell(ending: &Ending) -> u8 {
+/// Prints the messages about the end of a command, and returns its exit code.
+pub(super) fn report(ending: &Ending) -> u8 {
     for message in ending.messages() {
         output::note(format_args!("emergent: {}", output::one_line(&message)));
     }
@@ -153,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_is_everything_after_the_flags() {
+    fn words_after_the_flags_are_joined_to_the_command() {
         assert_eq!(command(&["--", "uname -a"]), "uname -a");
         assert_eq!(command(&["--", "uname", "-a"]), "uname -a");
         assert_eq!(command(&["--timeout", "5", "--", "ls", "--timeout", "7"]), "ls --timeout 7");
@@ -164,12 +163,12 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_in_the_stream_is_an_error() {
+    fn error_event_in_the_stream_becomes_an_error() {
         let event = |event: &str, data: &str| Event { event: event.into(), data: data.into(), id: None };
-        let error =
-            pass_on(&event("error", r#"{"error":{"code":"sandbox_lost","message":"gone"}}"#)).unwrap_err();
+        let error = print_output(&event("error", r#"{"error":{"code":"sandbox_lost","message":"gone"}}"#))
+            .unwrap_err();
         assert_eq!(error.to_string(), "gone (sandbox_lost)");
-        assert!(!pass_on(&event("result", "{}")).unwrap());
-        assert!(!pass_on(&event("ping", "")).unwrap());
+        assert!(!print_output(&event("result", "{}")).unwrap());
+        assert!(!print_output(&event("ping", "")).unwrap());
     }
 }

@@ -7,14 +7,14 @@ use clap::Args;
 use emergent_wire::workspace::{CreateWorkspace, NetworkMode, ProviderChoice, SecurityLevel, Workspace};
 
 use super::view;
-use crate::client::Call;
+use crate::client::calls;
 use crate::context::Context;
 use crate::values::{self, LimitArgs, one_of};
 use crate::{output, progress};
 
 /// Create a workspace
 ///
-/// Waits until it takes tool calls, or says why there is none. Everything has a default.
+/// Waits until the workspace takes tool calls. All options have a default.
 #[derive(Args, Debug, Default)]
 #[command(after_help = "\
 Examples:
@@ -22,23 +22,23 @@ Examples:
   id=$(emergent workspace create -q)
   emergent workspace create --repo https://github.com/owner/name --branch main
   emergent workspace create --cpu 0.5 --memory 512M --disk 1G --network isolated --ttl 2h
-  emergent workspace create --env MODE=test --env API_KEY      API_KEY as it is set here")]
+  emergent workspace create --env MODE=test --env API_KEY      passes on the value of API_KEY")]
 pub(crate) struct CreateArgs {
-    /// Where it runs; anything but auto is that one or an error
+    /// The provider. A named provider is used, or the call fails; auto chooses one
     #[arg(long, value_parser = one_of::<ProviderChoice>(ProviderChoice::ALL.iter().map(|name| name.as_str())))]
     provider: Option<ProviderChoice>,
-    /// The image it starts from [default: emergent/workspace:latest]
+    /// The image [default: emergent/workspace:latest]
     #[arg(long)]
     image: Option<String>,
     #[command(flatten)]
     limits: LimitArgs,
-    /// What it can reach: the internet (nat), or nothing (isolated)
+    /// Its network: access to the internet (nat), or none (isolated)
     #[arg(long, value_parser = one_of::<NetworkMode>(NetworkMode::ALL.iter().map(|name| name.as_str())))]
     network: Option<NetworkMode>,
-    /// A variable that every command in it sees; NAME alone takes the value it has here
+    /// An environment variable of all commands. NAME alone passes on its value from here
     #[arg(long, value_name = "NAME[=VALUE]", value_parser = values::variable)]
     env: Vec<(String, String)>,
-    /// A file with such variables, one a line
+    /// A file with environment variables, one on each line
     #[arg(long, value_name = "FILE")]
     env_file: Option<PathBuf>,
     /// A repository to clone into /workspace
@@ -47,13 +47,13 @@ pub(crate) struct CreateArgs {
     /// The branch, tag or commit to check out
     #[arg(long, requires = "repo", value_name = "REF")]
     branch: Option<String>,
-    /// It expires this long after its last use: seconds, or 90m, 2h, 7d
+    /// Its time to live after the last use: seconds, or 90m, 2h, 7d
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     ttl: Option<std::time::Duration>,
-    /// How strong the isolation must be; high is a microVM or an error
+    /// The minimum isolation. With high the provider is a microVM, or the call fails
     #[arg(long, value_parser = one_of::<SecurityLevel>(SecurityLevel::ALL.iter().map(|name| name.as_str())))]
     security_level: Option<SecurityLevel>,
-    /// Start from nothing, even if a spare is waiting
+    /// Use no spare of the warm pool
     #[arg(long)]
     no_warm: bool,
     /// Print the id and nothing else
@@ -80,13 +80,13 @@ impl CreateArgs {
 }
 
 pub(super) async fn run(context: &Context, args: &CreateArgs) -> Result<u8> {
-    let call = Call::post(&["agent", "workspaces"]).body(&args.request()?)?;
+    let call = calls::create_workspace().body(&args.request()?)?;
     let answer = progress::during("creating a workspace", context.client.call(call)).await?;
     context.show(&answer, |workspace: Workspace| show_new(&workspace, args.quiet))?;
     Ok(0)
 }
 
-/// Shows a workspace that was just made.
+/// Prints a new workspace.
 pub(crate) fn show_new(workspace: &Workspace, quiet: bool) -> Result<()> {
     view::warnings(workspace);
     if quiet {
@@ -100,13 +100,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_given_is_not_sent() {
+    fn omitted_flags_are_not_sent() {
         let request = CreateArgs::default().request().unwrap();
         assert_eq!(serde_json::to_string(&request).unwrap(), "{}");
     }
 
     #[test]
-    fn flags_become_the_request() {
+    fn flags_are_sent_as_fields_of_the_request() {
         let args = CreateArgs {
             limits: LimitArgs { cpu: Some("0.5".parse().unwrap()), ..LimitArgs::default() },
             env: vec![("A".into(), "1".into())],

@@ -1,13 +1,13 @@
-//! How a command ended, as an exit code and a word to the user.
+//! The end of a command, as an exit code and messages.
 
 use emergent_wire::tools::{BashAnswer, OperationAnswer, OperationStatus};
 
-/// What coreutils' `timeout` gives for a command that it ended.
+/// The exit code after a time-out, as coreutils' `timeout` has it.
 const EXIT_TIMED_OUT: u8 = 124;
-/// For a command that ended in a way that has no number.
+/// The exit code of an end without an exit code or a known signal.
 const EXIT_UNKNOWN: u8 = 1;
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Ending {
     exit_code: Option<i32>,
@@ -48,35 +48,33 @@ impl From<&OperationAnswer> for Ending {
 }
 
 impl Ending {
-    /// The exit code to pass on.
+    /// The exit code of this program.
     pub(super) fn exit_code(&self) -> u8 {
         if self.timed_out {
             return EXIT_TIMED_OUT;
         }
         match (self.exit_code, &self.signal) {
-            // The low byte, as `wait` has it: -1 is 255.
+            // The low byte, as `wait` returns it: -1 becomes 255.
             (Some(code), _) => u8::try_from(code & 0xff).unwrap_or(EXIT_UNKNOWN),
             (None, Some(signal)) => signal_number(signal).map_or(EXIT_UNKNOWN, |number| 128 + number),
             (None, None) => EXIT_UNKNOWN,
         }
     }
 
-    /// What to tell the user besides the command's own output.
+    /// The messages for the user.
     pub(super) fn messages(&self) -> Vec<String> {
         let mut messages = Vec::new();
         if self.timed_out {
             let seconds = self.duration_ms as f64 / 1000.0;
-            messages.push(format!("the command was ended by its time-out after {seconds:.1} s (--timeout)"));
+            messages.push(format!("the command reached its time-out after {seconds:.1} s (--timeout)"));
         } else if self.lost {
-            messages
-                .push("the sandbox stopped or died under the command; how it ended is not known".to_owned());
+            messages.push("the sandbox stopped while the command ran; its exit code is not known".to_owned());
         } else if let (None, Some(signal)) = (self.exit_code, &self.signal) {
             messages.push(format!("the command was ended by {signal}"));
         }
         if self.oom_killed {
             messages.push(
-                "out of memory: the workspace's memory limit was reached, and a process was killed"
-                    .to_owned(),
+                "out of memory: the workspace reached its memory limit, and a process was killed".to_owned(),
             );
         }
         messages.extend(self.notes.iter().cloned());
@@ -84,7 +82,7 @@ impl Ending {
     }
 }
 
-/// The number of a signal as Linux counts them, from `SIGKILL`, `KILL` or `9`.
+/// The number of a signal on Linux, from `SIGKILL`, `KILL` or `9`.
 fn signal_number(name: &str) -> Option<u8> {
     const NAMES: [&str; 31] = [
         "HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "USR1", "SEGV", "USR2", "PIPE",
@@ -109,14 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn exit_codes_are_passed_on() {
+    fn exit_code_is_the_low_byte_of_the_commands_exit_code() {
         for (code, expected) in [(0, 0), (1, 1), (42, 42), (255, 255), (256, 0), (-1, 255)] {
             assert_eq!(ending(Some(code), None).exit_code(), expected, "{code}");
         }
     }
 
     #[test]
-    fn signals_are_128_and_their_number() {
+    fn exit_code_after_a_signal_is_128_plus_its_number() {
         for (signal, expected) in [
             ("SIGKILL", 137),
             ("SIGTERM", 143),
@@ -133,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn time_out_and_lack_of_memory_are_told() {
+    fn time_out_and_out_of_memory_are_reported() {
         let timed_out = Ending { timed_out: true, duration_ms: 1500, ..ending(None, Some("SIGTERM")) };
         assert_eq!(timed_out.exit_code(), 124);
         assert!(timed_out.messages()[0].contains("1.5 s"));

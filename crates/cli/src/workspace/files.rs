@@ -12,7 +12,7 @@ use emergent_wire::tools::{
     WriteAnswer, WriteRequest,
 };
 
-use crate::client::{Answer, Call};
+use crate::client::{Answer, calls};
 use crate::context::Context;
 use crate::output;
 
@@ -22,17 +22,17 @@ use crate::output;
 Examples:
   emergent workspace read 3fa2c9d1 src/main.py
   emergent workspace read 3fa2c9d1 src/main.py --offset 2001 --limit 500
-  emergent workspace read 3fa2c9d1 src                                   a directory's entries
-  emergent workspace read 3fa2c9d1 picture.png --raw > picture.png       exact bytes")]
+  emergent workspace read 3fa2c9d1 src                                   lists the directory
+  emergent workspace read 3fa2c9d1 picture.png --raw > picture.png       copies the exact bytes")]
 pub(super) struct ReadArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
-    /// The file or directory, absolute or below /workspace
+    /// The file or directory, absolute or relative to /workspace
     path: String,
-    /// The first line to show, from 1
+    /// The number of the first line, from 1
     #[arg(long, value_name = "LINE")]
     offset: Option<u64>,
-    /// How many lines to show [default: 2000]
+    /// The maximum number of lines [default: 2000]
     #[arg(long, value_name = "LINES")]
     limit: Option<u64>,
     /// Write the file's exact bytes to stdout (with --json: base64)
@@ -42,7 +42,7 @@ pub(super) struct ReadArgs {
 
 /// Write a whole file
 ///
-/// Missing directories are made, an existing file is replaced in one step and keeps its mode. At most 64 MiB.
+/// Missing directories are created. An existing file is replaced atomically and keeps its mode. The limit is 64 MiB.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -50,22 +50,22 @@ Examples:
   emergent workspace write 3fa2c9d1 data/picture.png ./picture.png
   tar -c src | emergent workspace write 3fa2c9d1 src.tar -")]
 pub(super) struct WriteArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
-    /// The file to write, absolute or below /workspace
+    /// The file to write, absolute or relative to /workspace
     path: String,
-    /// The file on this machine to take the content from; - is standard input
+    /// The local file with the content; - is standard input
     #[arg(value_name = "FILE", required_unless_present = "content", conflicts_with = "content")]
     source: Option<PathBuf>,
-    /// The content itself
+    /// The content
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     content: Option<String>,
 }
 
-/// Replace a piece of text in a file, and print the difference
+/// Replace text in a file, and print the diff
 ///
-/// The old text must occur exactly once (see --replace-all). White space and indentation may differ a little; the
-/// answer says so then. An empty --old makes a new file.
+/// The old text must occur exactly once, unless --replace-all is given. White space and indentation may differ slightly; a note
+/// then names the matcher that found the text. An empty --old creates a new file.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -73,35 +73,35 @@ Examples:
   emergent workspace edit 3fa2c9d1 hello.py --old $'a = 1\\nb = 2' --new 'a, b = 1, 2'
   emergent workspace edit 3fa2c9d1 hello.py --old old_name --new new_name --replace-all")]
 pub(super) struct EditArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
-    /// The file, absolute or below /workspace
+    /// The file, absolute or relative to /workspace
     path: String,
     /// The text to replace
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     old: String,
-    /// The text to put there
+    /// The new text
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     new: String,
     /// Replace every occurrence
     #[arg(long)]
     replace_all: bool,
-    /// Refuse unless the file still has this SHA-256, as `read --json` gives it
+    /// Fail unless the file has this SHA-256, which `read --json` prints
     #[arg(long, value_name = "HEX")]
     expected_sha256: Option<String>,
 }
 
 /// Calls a tool of a workspace.
 pub(super) async fn tool<T: ToolRequest>(context: &Context, id: &str, request: &T) -> Result<Answer> {
-    let id = context.workspace_id(id).await?.to_string();
-    context.client.call(Call::post(&["agent", "workspaces", &id, T::NAME]).body(request)?).await
+    let id = context.workspace_id(id).await?;
+    context.client.call(calls::tool(id, T::NAME).body(request)?).await
 }
 
 pub(super) async fn read(context: &Context, args: ReadArgs) -> Result<u8> {
     let request = ReadRequest { file_path: args.path, offset: args.offset, limit: args.limit, raw: args.raw };
     if args.raw && !context.json {
-        let id = context.workspace_id(&args.id).await?.to_string();
-        let call = Call::post(&["agent", "workspaces", &id, "read"]).body(&request)?.raw_bytes();
+        let id = context.workspace_id(&args.id).await?;
+        let call = calls::tool(id, ReadRequest::NAME).body(&request)?.raw_bytes();
         let mut response = context.client.send(call).await?;
         while let Some(chunk) = response.chunk().await.context("the connection to the server was lost")? {
             output::bytes(&chunk)?;
@@ -118,7 +118,7 @@ pub(super) async fn read(context: &Context, args: ReadArgs) -> Result<u8> {
         if let Some(note) = &file.note {
             output::note(format_args!("note: {note}"));
         } else if let Some(next) = file.next_offset {
-            output::note(format_args!("note: there is more; go on with --offset {next}"));
+            output::note(format_args!("note: there are more lines; continue with --offset {next}"));
         }
         Ok(())
     })?;
@@ -129,7 +129,7 @@ pub(super) async fn write(context: &Context, args: WriteArgs) -> Result<u8> {
     let bytes = match (args.content, args.source) {
         (Some(text), _) => text.into_bytes(),
         (None, Some(path)) => load(&path)?,
-        (None, None) => bail!("give the content with --content, or a file to take it from"),
+        (None, None) => bail!("give the content with --content, or a file"),
     };
     let (content, encoding) = match String::from_utf8(bytes) {
         Ok(text) => (text, ContentEncoding::Utf8),
@@ -138,9 +138,9 @@ pub(super) async fn write(context: &Context, args: WriteArgs) -> Result<u8> {
     let request = WriteRequest { file_path: args.path, content, encoding };
     let answer = tool(context, &args.id, &request).await?;
     context.show(&answer, |written: WriteAnswer| {
-        let what = if written.created { "created" } else { "replaced" };
+        let result = if written.created { "created" } else { "replaced" };
         output::line(format_args!(
-            "{what} {} ({} bytes)",
+            "{result} {} ({} bytes)",
             output::one_line(&written.file_path),
             written.bytes_written
         ))
@@ -159,7 +159,7 @@ fn load(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     source.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).with_context(|| format!("can't read {name}"))?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
-        bail!("{name} has more than {} MiB, which is the most that write takes", MAX_FILE_BYTES >> 20);
+        bail!("{name} has more than {} MiB, the limit of write", MAX_FILE_BYTES >> 20);
     }
     Ok(bytes)
 }
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn content_comes_from_exactly_one_place() {
+    fn write_needs_exactly_one_source_of_content() {
         let parse = |line: &str| Line::try_parse_from(format!("write id path {line}").trim().split(' '));
         assert_eq!(parse("--content -x").unwrap().args.content.as_deref(), Some("-x"));
         assert_eq!(parse("-").unwrap().args.source.as_deref(), Some(Path::new("-")));
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_over_the_limit_is_refused_before_it_is_sent() {
+    fn file_over_the_limit_is_refused_before_it_is_sent() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("large");
         let file = std::fs::File::create(&path).unwrap();

@@ -12,7 +12,8 @@ use crate::progress;
 
 /// Run git in a workspace
 ///
-/// Commits are made in the name of the server's bot, and credentials never enter the workspace.
+/// Without an identity in the repository or the user's configuration, commits have the server's bot as author. Credentials never
+/// enter the workspace.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -24,7 +25,7 @@ Examples:
   emergent workspace git 3fa2c9d1 log --limit 5
   emergent workspace git 3fa2c9d1 push --branch fix-it")]
 pub(super) struct GitArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
     /// The repository's directory [default: /workspace]
     #[arg(long, short = 'C', global = true, value_name = "DIR")]
@@ -37,21 +38,21 @@ pub(super) struct GitArgs {
 enum Action {
     /// Clone a repository into the directory
     Clone {
-        /// What to clone: http, https, file, or an absolute path in the workspace
+        /// The repository: an http, https or file URL, or an absolute path in the workspace
         #[arg(value_name = "URL")]
         repository: String,
         /// The branch, tag or commit to check out
         #[arg(long, short)]
         branch: Option<String>,
-        /// Only this many commits of history
+        /// The number of commits of history [default: all]
         #[arg(long, value_name = "N")]
         depth: Option<u32>,
     },
-    /// Show what is changed
+    /// List the changed files
     Status,
     /// Show the changes as a patch
     Diff {
-        /// What is staged instead of what is not
+        /// Staged changes, instead of those that are not staged
         #[arg(long, visible_alias = "cached")]
         staged: bool,
         /// Compare with this commit or range
@@ -62,7 +63,7 @@ enum Action {
     },
     /// Show the last commits
     Log {
-        /// How many [default: 20]
+        /// The number of commits [default: 20]
         #[arg(long, short = 'n', value_name = "N")]
         limit: Option<u32>,
         /// Start at this commit, or show this range
@@ -81,19 +82,19 @@ enum Action {
     },
     /// Push a branch
     Push {
-        /// Where to [default: origin]
+        /// The remote [default: origin]
         #[arg(long)]
         remote: Option<String>,
-        /// The branch [default: the current one]
+        /// The branch [default: the current branch]
         #[arg(long, short)]
         branch: Option<String>,
     },
     /// Pull a branch
     Pull {
-        /// Where from [default: origin]
+        /// The remote [default: origin]
         #[arg(long)]
         remote: Option<String>,
-        /// The branch [default: the one that is followed]
+        /// The branch [default: the upstream of the current branch]
         #[arg(long, short)]
         branch: Option<String>,
     },
@@ -101,25 +102,25 @@ enum Action {
     Checkout {
         /// The branch, tag or commit
         branch: String,
-        /// Make the branch
+        /// Create the branch
         #[arg(long, short = 'b')]
         create: bool,
-        /// Where a new branch starts
+        /// The start point of a new branch
         #[arg(long, value_name = "REF", requires = "create")]
         base: Option<String>,
     },
-    /// List the branches, or make or delete one
+    /// List the branches, or create or delete one
     Branch {
-        /// The branch to make or delete
+        /// The branch to create or delete
         #[arg(required_if_eq("create", "true"), required_if_eq("delete", "true"))]
         branch: Option<String>,
-        /// Make it
+        /// Create it
         #[arg(long, conflicts_with = "delete")]
         create: bool,
         /// Delete it; it must be merged
         #[arg(long, short)]
         delete: bool,
-        /// Where a new branch starts
+        /// The start point of a new branch
         #[arg(long, value_name = "REF", requires = "create")]
         base: Option<String>,
     },
@@ -161,7 +162,7 @@ impl Action {
             }
             Self::Branch { branch, create, delete, base } => {
                 request.action = GitAction::Branch;
-                // A name without --delete is a branch to make, as with git itself.
+                // A name without --delete creates a branch, like `git branch NAME`.
                 request.create = create || (branch.is_some() && !delete);
                 (request.branch, request.delete, request.base) = (branch, delete, base);
             }
@@ -177,7 +178,7 @@ pub(super) async fn run(context: &Context, args: GitArgs) -> Result<u8> {
     context.show(&answer, |answer: GitAnswer| {
         output::text(&git_text::render(request.action, &answer))?;
         if answer.truncated {
-            output::note("note: the patch is longer; name files to see all of theirs");
+            output::note("note: the patch is cut off; name files to see their whole patch");
         }
         Ok(())
     })?;
@@ -197,9 +198,8 @@ mod tests {
         args: GitArgs,
     }
 
-    /// Every form the command line takes is one that the server accepts.
     #[test]
-    fn what_is_parsed_is_valid() {
+    fn every_git_command_line_is_a_valid_request() {
         for line in [
             "clone https://host/x --branch main --depth 1",
             "status",
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_valid_is_not_parsed() {
+    fn invalid_git_command_lines_are_refused() {
         for line in
             ["", "rebase", "clone", "commit", "checkout", "branch --delete", "branch --create --delete x"]
         {

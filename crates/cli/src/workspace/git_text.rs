@@ -1,8 +1,8 @@
-//! Answers of git as git itself writes them, in its short forms.
+//! Renders git answers in git's own short formats.
 
 use emergent_wire::git::{GitAction, GitAnswer, GitBranch, GitCommit, GitFileStatus, GitStatus};
 
-/// How many characters of a commit's hash are shown.
+/// The length of a shortened commit hash.
 const SHORT_HASH: usize = 10;
 
 /// The answer as text.
@@ -18,7 +18,7 @@ pub(super) fn render(action: GitAction, answer: &GitAnswer) -> String {
     for branch in answer.branches.iter().flatten() {
         text.push_str(&branch_line(branch));
     }
-    // After a commit the new commit says it all, unless something was left out of it.
+    // After a commit, the status is printed only if changes are left.
     let show_status = |status: &&GitStatus| action != GitAction::Commit || !status.clean;
     if let Some(status) = answer.status.as_ref().filter(show_status) {
         text.push_str(&status_text(status));
@@ -26,7 +26,7 @@ pub(super) fn render(action: GitAction, answer: &GitAnswer) -> String {
     text
 }
 
-/// As `git status --short --branch`.
+/// The output of `git status --short --branch`.
 fn status_text(status: &GitStatus) -> String {
     let short = |commit: &Option<String>| commit.as_deref().map_or_else(String::new, short_hash);
     let mut head = match (&status.branch, &status.commit) {
@@ -51,7 +51,7 @@ fn status_text(status: &GitStatus) -> String {
     head
 }
 
-/// The two columns of a short status: index, work tree.
+/// The two columns of a short status: the index and the work tree.
 fn letters(file: &GitFileStatus) -> String {
     let letter = match file.status.as_str() {
         "added" => 'A',
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_looks_like_gits() {
+    fn status_renders_like_git_status_short() {
         let renamed = GitFileStatus { original_path: Some("old".into()), ..file("new", "renamed", true) };
         let status = GitStatus {
             branch: Some("main".into()),
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn commits_branches_and_patches_are_short() {
+    fn commits_and_branches_render_on_one_line_each() {
         let commit = GitCommit {
             commit: "0123456789abcdef".into(),
             author_name: "Agent".into(),

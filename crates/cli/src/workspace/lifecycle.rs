@@ -10,27 +10,28 @@ use emergent_wire::workspace::{ContainerType, ProviderName, Workspace, Workspace
 
 use super::view;
 use crate::client::Call;
+use crate::client::calls::{self, StateChange};
 use crate::context::{Context, PAGE};
 use crate::output;
 use crate::progress;
 use crate::sse::EventStream;
 use crate::values::one_of;
 
-/// How often a watched list is shown when nothing happens.
-const SHOW_EVERY: Duration = Duration::from_secs(10);
-/// Events this close to each other are one.
-const TOGETHER: Duration = Duration::from_millis(200);
-/// Clears a terminal.
+/// A watched list is printed again after this time without events.
+const REFRESH: Duration = Duration::from_secs(10);
+/// Events with a shorter interval cause one refresh.
+const DEBOUNCE: Duration = Duration::from_millis(200);
+/// The escape sequences that clear a terminal.
 const CLEAR: &[u8] = b"\x1b[H\x1b[2J";
 
-/// A workspace.
+/// One workspace.
 #[derive(Args, Debug)]
 pub(super) struct IdArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     pub(super) id: String,
 }
 
-/// Show everything about a workspace
+/// Show all details of a workspace
 #[derive(Args, Debug)]
 #[command(
     after_help = "Examples:\n  emergent workspace get 3fa2c9d1\n  emergent workspace get 3fa2c9d1 --json"
@@ -49,70 +50,71 @@ Examples:
   emergent workspace list --watch
   emergent workspace list -q --all | xargs emergent workspace destroy")]
 pub(super) struct ListArgs {
-    /// Only those that stand so
+    /// Only workspaces with this status
     #[arg(long, value_parser = one_of::<WorkspaceStatus>(WorkspaceStatus::ALL.iter().map(|name| name.as_str())))]
     status: Option<WorkspaceStatus>,
-    /// Only those of this provider
+    /// Only workspaces of this provider
     #[arg(long, value_parser = one_of::<ProviderName>(ProviderName::ALL.iter().map(|name| name.as_str())))]
     provider: Option<ProviderName>,
-    /// All of them, not only the newest
+    /// All workspaces, not only the newest 100
     #[arg(long)]
     all: bool,
     /// Print ids and nothing else
     #[arg(long, short, conflicts_with = "json")]
     quiet: bool,
-    /// Show the list again whenever something happens, until this is ended
+    /// Keep running, and print the list again after each event
     #[arg(long, short, conflicts_with = "quiet")]
     watch: bool,
 }
 
-/// Destroy workspaces: nothing of them is kept
+/// Destroy workspaces and all their files
 ///
-/// A command that still runs in one gets SIGTERM and up to ten seconds.
+/// A running command gets SIGTERM, and SIGKILL after at most ten seconds.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent workspace destroy 3fa2c9d1
   emergent workspace destroy --all --yes")]
 pub(super) struct DestroyArgs {
-    /// The workspaces' ids, or unique pieces of their beginnings or ends
+    /// The workspaces' ids, or unique prefixes or suffixes of them
     #[arg(required_unless_present = "all", conflicts_with = "all", value_name = "ID")]
     ids: Vec<String>,
-    /// Every agent workspace of the server (hosted MCP servers are left alone); needs --yes
+    /// Every agent workspace of the server, but no hosted MCP server; needs --yes
     #[arg(long)]
     all: bool,
-    /// Yes, all of them
+    /// Confirms --all
     #[arg(long, short)]
     yes: bool,
 }
 
-fn page(args: &ListArgs) -> Call {
-    // MCP servers have a list of their own.
-    Call::get(&["agent", "workspaces"])
+/// The call of one page of agent workspaces. Hosted MCP servers have another list.
+fn page_of_workspaces() -> Call {
+    calls::list_workspaces()
         .query("container_type", Some(ContainerType::AgentWorkspace))
-        .query("status", args.status)
-        .query("provider", args.provider)
         .query("limit", Some(PAGE))
+}
+
+fn page(args: &ListArgs) -> Call {
+    page_of_workspaces().query("status", args.status).query("provider", args.provider)
 }
 
 pub(super) async fn list(context: &Context, args: &ListArgs) -> Result<u8> {
     if args.watch { watch(context, args).await } else { list_once(context, args).await }
 }
 
-/// Shows the list again after each event, and from time to time because ages change.
+/// Prints the list again after each event, and regularly because ages change.
 async fn watch(context: &Context, args: &ListArgs) -> Result<u8> {
-    let mut events = EventStream::new(context.client.send(Call::get(&["events"]).events()).await?);
+    let mut events = EventStream::new(context.client.send(calls::follow_events()).await?);
     loop {
         if output::stdout_is_terminal() {
             output::bytes(CLEAR)?;
         }
         list_once(context, args).await?;
-        match tokio::time::timeout(SHOW_EVERY, events.next()).await {
+        match tokio::time::timeout(REFRESH, events.next()).await {
             Ok(Ok(Some(_))) => {
-                // What comes together is shown together.
-                while let Ok(Ok(Some(_))) = tokio::time::timeout(TOGETHER, events.next()).await {}
+                while let Ok(Ok(Some(_))) = tokio::time::timeout(DEBOUNCE, events.next()).await {}
             }
-            Ok(Ok(None)) => bail!("the server has ended the stream"),
+            Ok(Ok(None)) => bail!("the server ended the stream"),
             Ok(Err(error)) => return Err(error),
             Err(_) => {}
         }
@@ -142,12 +144,12 @@ async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
     } else {
         view::list(&list.workspaces, Utc::now()).print()?;
         if list.workspaces.is_empty() {
-            output::note("no workspaces; make one with: emergent workspace create");
+            output::note("no workspaces; create one with: emergent workspace create");
         }
     }
     if list.next_cursor.is_some() {
         output::note(format_args!(
-            "only the newest {} are shown; --all shows the rest",
+            "only the newest {} are shown; --all shows the others",
             list.workspaces.len()
         ));
     }
@@ -156,7 +158,7 @@ async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
 
 pub(super) async fn get(context: &Context, args: &OneArgs) -> Result<u8> {
     let id = context.workspace_id(&args.which.id).await?;
-    let answer = context.client.call(Call::get(&["agent", "workspaces", &id.to_string()])).await?;
+    let answer = context.client.call(calls::get_workspace(id)).await?;
     context.show(&answer, |workspace: Workspace| {
         view::warnings(&workspace);
         view::details(&workspace).print()
@@ -164,12 +166,15 @@ pub(super) async fn get(context: &Context, args: &OneArgs) -> Result<u8> {
     Ok(0)
 }
 
-/// Stops or resumes.
-pub(super) async fn change(context: &Context, args: &IdArgs, action: &'static str) -> Result<u8> {
+/// Stops or resumes a workspace.
+pub(super) async fn change(context: &Context, args: &IdArgs, change: StateChange) -> Result<u8> {
     let id = context.workspace_id(&args.id).await?;
-    let call = Call::post(&["agent", "workspaces", &id.to_string(), action]);
-    let what = if action == "stop" { "stopping the workspace" } else { "resuming the workspace" };
-    let answer = progress::during(what, context.client.call(call)).await?;
+    let what = match change {
+        StateChange::Stop => "stopping the workspace",
+        StateChange::Resume => "resuming the workspace",
+    };
+    let call = context.client.call(calls::change_workspace(id, change));
+    let answer = progress::during(what, call).await?;
     context.show(&answer, |workspace: Workspace| {
         view::warnings(&workspace);
         output::line(format_args!("{} {}", workspace.id, workspace.status))
@@ -179,22 +184,14 @@ pub(super) async fn change(context: &Context, args: &IdArgs, action: &'static st
 
 pub(super) async fn destroy(context: &Context, args: &DestroyArgs) -> Result<u8> {
     let ids = if args.all {
-        let call = || {
-            Call::get(&["agent", "workspaces"])
-                .query("container_type", Some(ContainerType::AgentWorkspace))
-                .query("limit", Some(PAGE))
-        };
-        let ids: Vec<WorkspaceId> =
-            context.all_workspaces(call).await?.iter().map(|workspace| workspace.id).collect();
+        let workspaces = context.all_workspaces(page_of_workspaces).await?;
+        let ids: Vec<WorkspaceId> = workspaces.iter().map(|workspace| workspace.id).collect();
         if !args.yes && !ids.is_empty() {
-            bail!(
-                "this would destroy {} workspaces and all their files: add --yes if you mean it",
-                ids.len()
-            );
+            bail!("this would destroy {} workspaces and all their files: add --yes to confirm", ids.len());
         }
         ids
     } else {
-        // All are looked up before the first is destroyed, so that a typo destroys nothing.
+        // All ids are resolved before the first workspace is destroyed, so that a typo destroys none.
         let mut ids = Vec::new();
         for given in &args.ids {
             ids.push(context.workspace_id(given).await?);
@@ -204,8 +201,8 @@ pub(super) async fn destroy(context: &Context, args: &DestroyArgs) -> Result<u8>
     let mut failures = 0_usize;
     let only_one = ids.len() == 1;
     for id in ids {
-        let call = Call::delete(&["agent", "workspaces", &id.to_string()]);
-        match progress::during("destroying the workspace", context.client.call(call)).await {
+        let call = context.client.call(calls::destroy_workspace(id));
+        match progress::during("destroying the workspace", call).await {
             Ok(answer) => {
                 context.show(&answer, |_: serde_json::Value| output::line(format_args!("{id} destroyed")))?
             }

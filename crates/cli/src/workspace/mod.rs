@@ -1,4 +1,4 @@
-//! `emergent workspace`: making workspaces, looking after them, and their seven tools.
+//! `emergent workspace`: the lifecycle of workspaces, and their seven tools.
 
 mod attach;
 mod bash;
@@ -15,6 +15,7 @@ mod view;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
+use crate::client::calls::StateChange;
 use crate::connection::ConnectionArgs;
 use crate::context::Context;
 use crate::snapshot::{self, CopyArgs};
@@ -23,8 +24,8 @@ pub(crate) use create::show_new;
 
 /// Create workspaces, work in them, destroy them
 ///
-/// An ID can be shortened to a piece of its beginning or its end that no other workspace has (at least four
-/// characters; the end is what differs between workspaces made about the same time).
+/// An ID can be shortened to a unique prefix or suffix of at least four characters. Prefer the suffix: workspaces that were
+/// created about the same time have a common prefix.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -46,7 +47,7 @@ enum WorkspaceCommand {
     #[command(visible_alias = "ls")]
     List(lifecycle::ListArgs),
     Get(lifecycle::OneArgs),
-    /// Stop a workspace: its files are kept, it uses no memory and no CPU
+    /// Stop a workspace: it keeps its files and uses no memory and no CPU
     #[command(after_help = "Examples:\n  emergent workspace stop 3fa2c9d1")]
     Stop(lifecycle::IdArgs),
     /// Start a stopped workspace again, with all its files
@@ -59,11 +60,11 @@ enum WorkspaceCommand {
 Examples:
   emergent workspace fork 3fa2c9d1
   copy=$(emergent workspace fork 3fa2c9d1 -q)
-  emergent workspace fork 3fa2c9d1 --with-memory       what runs in it goes on in both")]
+  emergent workspace fork 3fa2c9d1 --with-memory       its processes continue in both")]
     Fork {
         #[command(flatten)]
         which: lifecycle::IdArgs,
-        /// Copy its memory too, on microVMs: what runs in it goes on in both
+        /// Copy the memory too (microVMs only): its processes continue in both
         #[arg(long, conflicts_with_all = ["cpu", "memory", "disk"])]
         with_memory: bool,
         #[command(flatten)]
@@ -88,8 +89,8 @@ pub(crate) async fn run(args: WorkspaceArgs) -> Result<u8> {
         WorkspaceCommand::Create(args) => create::run(&context, &args).await,
         WorkspaceCommand::List(args) => lifecycle::list(&context, &args).await,
         WorkspaceCommand::Get(args) => lifecycle::get(&context, &args).await,
-        WorkspaceCommand::Stop(args) => lifecycle::change(&context, &args, "stop").await,
-        WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, "resume").await,
+        WorkspaceCommand::Stop(args) => lifecycle::change(&context, &args, StateChange::Stop).await,
+        WorkspaceCommand::Resume(args) => lifecycle::change(&context, &args, StateChange::Resume).await,
         WorkspaceCommand::Attach(args) => attach::attach(&context, args).await,
         WorkspaceCommand::Detach(args) => attach::detach(&context, args).await,
         WorkspaceCommand::Fork { which, with_memory, copy } => {

@@ -1,5 +1,5 @@
-//! `workspace operation`: a command in the background. Its output can be read from any offset, also after the
-//! connection broke or the server was restarted.
+//! `workspace operation`: a command in the background. Its output can be read from any offset, so that a client continues after a
+//! broken connection or a restart of the server.
 
 use std::time::Duration;
 
@@ -8,23 +8,23 @@ use clap::Args;
 use emergent_wire::tools::{OperationAnswer, OperationStatus};
 use emergent_wire::{OperationId, WorkspaceId};
 
-use super::bash::{pass_on, tell};
+use super::bash::{print_output, report};
 use super::exit_status::Ending;
-use crate::client::{ApiError, Call};
+use crate::client::{ApiError, calls};
 use crate::context::Context;
 use crate::output::{self, StdoutClosed};
 use crate::progress;
 use crate::sse::EventStream;
 
-/// How often a lost connection is made again before giving up, unless output comes in between.
-const ATTEMPTS: u32 = 30;
-/// The pause before each of them.
-const PAUSE: Duration = Duration::from_secs(1);
+/// The number of retries after a lost connection. New output resets it.
+const RETRIES: u32 = 30;
+/// The pause before each retry.
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// Look at, follow or kill a command in the background
+/// Read, follow or kill a command in the background
 ///
-/// Prints its output so far. With --follow it stays until the command ends and passes on its exit code; it
-/// survives a restart of the server.
+/// Prints its output so far. With --follow it continues until the command ends, and exits with the command's exit code. It
+/// reconnects after a restart of the server.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -33,17 +33,17 @@ Examples:
   emergent workspace operation 3fa2c9d1 $op --follow
   emergent workspace operation 3fa2c9d1 $op --kill")]
 pub(super) struct OperationArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
-    /// The operation's id, as `bash --background` printed it
+    /// The operation's id, which `bash --background` printed
     operation: OperationId,
-    /// Leave out the output before this offset
+    /// Skip the output before this offset
     #[arg(long, value_name = "N", default_value_t = 0)]
     offset: u64,
-    /// Stay until it ends, and exit with its code
+    /// Print output until the command ends, and exit with its exit code
     #[arg(long, short, conflicts_with_all = ["kill", "json"])]
     follow: bool,
-    /// End it: SIGTERM, and SIGKILL five seconds later
+    /// Kill it with SIGTERM, and with SIGKILL five seconds later
     #[arg(long, conflicts_with = "offset")]
     kill: bool,
 }
@@ -53,11 +53,9 @@ pub(super) async fn run(context: &Context, args: &OperationArgs) -> Result<u8> {
     if args.follow {
         return follow(context, id, args).await;
     }
-    let path = [id.to_string(), args.operation.to_string()];
-    let path = ["agent", "workspaces", &path[0], "operations", &path[1]];
     if args.kill {
-        let killed = context.client.call(Call::delete(&path));
-        let answer = progress::during("ending the command", killed).await?;
+        let killed = context.client.call(calls::kill_operation(id, args.operation));
+        let answer = progress::during("killing the command", killed).await?;
         context.show(&answer, |operation: OperationAnswer| {
             describe(id, &operation);
             Ok(())
@@ -66,7 +64,8 @@ pub(super) async fn run(context: &Context, args: &OperationArgs) -> Result<u8> {
     }
     let mut offset = args.offset;
     loop {
-        let answer = context.client.call(Call::get(&path).query("offset", Some(offset))).await?;
+        let call = calls::get_operation(id, args.operation).query("offset", Some(offset));
+        let answer = context.client.call(call).await?;
         if context.json {
             context.show(&answer, |_: OperationAnswer| Ok(()))?;
             return Ok(0);
@@ -82,27 +81,27 @@ pub(super) async fn run(context: &Context, args: &OperationArgs) -> Result<u8> {
     }
 }
 
-/// Says on stderr where the command stands.
+/// Prints the status of the command on stderr.
 fn describe(id: WorkspaceId, operation: &OperationAnswer) {
     let seconds = operation.duration_ms as f64 / 1000.0;
     match operation.status {
         OperationStatus::Running => output::note(format_args!(
-            "emergent: running for {seconds:.1} s; go on with: emergent workspace operation {id} {} --offset {}",
+            "emergent: running for {seconds:.1} s; continue with: emergent workspace operation {id} {} --offset {}",
             operation.operation_id, operation.next_offset
         )),
         OperationStatus::Exited => {
-            let code = tell(&Ending::from(operation));
+            let code = report(&Ending::from(operation));
             output::note(format_args!("emergent: ended after {seconds:.1} s, exit code {code}"));
         }
         OperationStatus::Lost => {
-            tell(&Ending::from(operation));
+            report(&Ending::from(operation));
         }
     }
 }
 
 async fn follow(context: &Context, id: WorkspaceId, args: &OperationArgs) -> Result<u8> {
     let mut offset = args.offset;
-    let mut left = ATTEMPTS;
+    let mut left = RETRIES;
     loop {
         let before = offset;
         match follow_once(context, id, args.operation, &mut offset).await {
@@ -110,41 +109,40 @@ async fn follow(context: &Context, id: WorkspaceId, args: &OperationArgs) -> Res
             Ok(None) if left == 0 => {
                 anyhow::bail!("the server keeps ending the connection; the command may still run")
             }
-            Err(error) if left == 0 || !is_passing(&error) => return Err(error),
+            Err(error) if left == 0 || !is_transient(&error) => return Err(error),
             Ok(None) | Err(_) => {}
         }
-        left = if offset == before { left - 1 } else { ATTEMPTS };
-        tokio::time::sleep(PAUSE).await;
+        left = if offset == before { left - 1 } else { RETRIES };
+        tokio::time::sleep(RETRY_PAUSE).await;
     }
 }
 
-/// Follows until the command ends (its exit code) or the connection does (none). `offset` is where to go on.
+/// Follows until the command ends, and returns its exit code. `None` if the connection ended first. `offset` is advanced to the
+/// end of the printed output.
 async fn follow_once(
     context: &Context,
     id: WorkspaceId,
     operation: OperationId,
     offset: &mut u64,
 ) -> Result<Option<u8>> {
-    let call = Call::get(&["agent", "workspaces", &id.to_string(), "operations", &operation.to_string()])
-        .query("offset", Some(*offset))
-        .events();
+    let call = calls::get_operation(id, operation).query("offset", Some(*offset)).events();
     let mut events = EventStream::new(context.client.send(call).await?);
     while let Some(event) = events.next().await? {
-        if pass_on(&event)? {
-            // An event in the middle of a character has no offset to resume at.
+        if print_output(&event)? {
+            // An event that ends within a character has no id, because no offset can resume there.
             if let Some(id) = &event.id {
-                *offset = id.parse().context("the server sent an offset that is no number")?;
+                *offset = id.parse().context("the server sent an offset that is not a number")?;
             }
         } else if event.event == "result" {
             let answer: OperationAnswer = serde_json::from_str(&event.data)?;
-            return Ok(Some(tell(&Ending::from(&answer))));
+            return Ok(Some(report(&Ending::from(&answer))));
         }
     }
     Ok(None)
 }
 
-/// Whether trying again may help: no connection, a broken one, or a server that says "later".
-fn is_passing(error: &anyhow::Error) -> bool {
+/// Whether a retry may succeed: the connection failed, or the server is unavailable for now.
+fn is_transient(error: &anyhow::Error) -> bool {
     if error.chain().any(|cause| cause.is::<StdoutClosed>()) {
         return false;
     }
@@ -159,11 +157,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_passes_is_tried_again() {
+    fn only_transient_errors_are_retried() {
         let refused = |status| anyhow::Error::new(ApiError::parse(status, "{}"));
-        assert!(is_passing(&refused(reqwest::StatusCode::SERVICE_UNAVAILABLE)));
-        assert!(!is_passing(&refused(reqwest::StatusCode::NOT_FOUND)));
-        assert!(!is_passing(&anyhow::Error::new(StdoutClosed).context("writing")));
-        assert!(!is_passing(&anyhow::anyhow!("something else")));
+        assert!(is_transient(&refused(reqwest::StatusCode::SERVICE_UNAVAILABLE)));
+        assert!(!is_transient(&refused(reqwest::StatusCode::NOT_FOUND)));
+        assert!(!is_transient(&anyhow::Error::new(StdoutClosed).context("writing")));
+        assert!(!is_transient(&anyhow::anyhow!("something else")));
     }
 }

@@ -8,19 +8,19 @@ use super::files::tool;
 use crate::context::Context;
 use crate::output;
 
-/// What grep gives when nothing matches, as everywhere.
+/// The exit code of `grep` without a match.
 const EXIT_NO_MATCH: u8 = 1;
 
 /// Find files by name, newest first
 ///
-/// What .gitignore names is left out; hidden files are found.
+/// Files that .gitignore excludes are left out. Hidden files are found.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
   emergent workspace glob 3fa2c9d1 '**/*.py'
   emergent workspace glob 3fa2c9d1 '*.{ts,tsx}' --path src --limit 1000")]
 pub(super) struct GlobArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
     /// The pattern, such as '**/*.rs'
     #[arg(allow_hyphen_values = true)]
@@ -28,14 +28,14 @@ pub(super) struct GlobArgs {
     /// The directory to search [default: /workspace]
     #[arg(long)]
     path: Option<String>,
-    /// How many paths to show [default: 100]
+    /// The maximum number of paths [default: 100]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
 }
 
 /// Search the contents of files (ripgrep's engine)
 ///
-/// Prints `path:line:text`. Exits with 1 when nothing matches, as grep does.
+/// Prints `path:line:text`. Exits with 1 when nothing matches, like grep.
 #[derive(Args, Debug)]
 #[command(after_help = "\
 Examples:
@@ -43,7 +43,7 @@ Examples:
   emergent workspace grep 3fa2c9d1 todo -i --include '*.rs' --path src
   emergent workspace grep 3fa2c9d1 panic --context 3")]
 pub(super) struct GrepArgs {
-    /// The workspace's id, or a unique piece of its beginning or end
+    /// The workspace's id, or a unique prefix or suffix of it
     id: String,
     /// The regular expression
     #[arg(allow_hyphen_values = true)]
@@ -54,13 +54,13 @@ pub(super) struct GrepArgs {
     /// Only files whose name or path matches this glob
     #[arg(long, short = 'g', value_name = "GLOB")]
     include: Option<String>,
-    /// How many matching lines to show [default: 100]
+    /// The maximum number of matching lines [default: 100]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
     /// Ignore the case of letters
     #[arg(long, short)]
     ignore_case: bool,
-    /// Lines to show around each match
+    /// The number of lines to print before and after each match
     #[arg(long, short = 'C', value_name = "LINES")]
     context: Option<u32>,
 }
@@ -107,15 +107,15 @@ pub(super) async fn grep(context: &Context, args: GrepArgs) -> Result<u8> {
     Ok(if any { 0 } else { EXIT_NO_MATCH })
 }
 
-/// Matches as ripgrep prints them: `path:line:text`, and with context `path-line-text` and `--` between groups. A line
-/// that is in the context of two matches is shown once.
+/// Renders matches like ripgrep: `path:line:text`, and with context `path-line-text` and `--` between groups. A line in the
+/// context of two matches is printed once.
 fn render(matches: &[GrepMatch], with_context: bool) -> String {
     let mut text = String::new();
-    // The file and line that were printed last.
+    // The file and number of the last printed line.
     let mut last: Option<(&str, u64)> = None;
     for (index, found) in matches.iter().enumerate() {
         let path = found.file_path.as_str();
-        let shown = match last {
+        let last_number = match last {
             Some((last_path, line)) if last_path == path => line,
             _ => 0,
         };
@@ -124,7 +124,7 @@ fn render(matches: &[GrepMatch], with_context: bool) -> String {
             text.push_str("--\n");
         }
         for (line, number) in found.before.iter().zip(first..) {
-            if number > shown {
+            if number > last_number {
                 text.push_str(&format!("{path}-{number}-{line}\n"));
             }
         }
@@ -159,14 +159,14 @@ mod tests {
     }
 
     #[test]
-    fn matches_look_like_ripgreps() {
+    fn matches_render_like_ripgrep() {
         let matches = [found("/a", 3, &[], &[]), found("/b", 1, &[], &[])];
         assert_eq!(render(&matches, false), "/a:3:match 3\n/b:1:match 1\n");
         assert_eq!(render(&[], false), "");
     }
 
     #[test]
-    fn context_is_shown_once_and_in_groups() {
+    fn context_lines_are_printed_once_and_in_groups() {
         let matches = [
             found("/a", 2, &["one"], &["three"]),
             found("/a", 4, &["three"], &["five"]),

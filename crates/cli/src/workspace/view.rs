@@ -1,4 +1,4 @@
-//! A workspace, as people see it.
+//! Tables of workspaces for the terminal.
 
 use chrono::{DateTime, Utc};
 use emergent_wire::workspace::Workspace;
@@ -7,22 +7,22 @@ use serde_json::Value;
 use crate::output::{self, Table, one_line};
 use crate::values::{age, size, timestamp};
 
-/// The few things to know of a workspace that was just made or changed.
+/// The main fields of a workspace.
 pub(super) fn summary(workspace: &Workspace) -> Table {
     let mut table = Table::default();
     table.field("id", Some(workspace.id));
     table.field("status", Some(workspace.status));
     table.field("provider", workspace.provider);
-    table.field("why", workspace.placement.as_ref().map(|placement| &placement.reason));
+    table.field("placement", workspace.placement.as_ref().map(|placement| &placement.reason));
     table.field("error", text(&workspace.metadata, "error"));
     table
 }
 
-/// Everything there is to know of it.
+/// All fields of a workspace.
 pub(super) fn details(workspace: &Workspace) -> Table {
     let mut table = summary(workspace);
     for rejected in workspace.placement.iter().flat_map(|placement| &placement.rejected) {
-        table.field("not", Some(format!("{}: {}", rejected.provider, rejected.reason)));
+        table.field("rejected", Some(format!("{}: {}", rejected.provider, rejected.reason)));
     }
     table.field("image", text(&workspace.metadata, "image"));
     table.field("network", text(&workspace.metadata, "network"));
@@ -75,7 +75,7 @@ pub(super) fn list(workspaces: &[Workspace], now: DateTime<Utc>) -> Table {
     table
 }
 
-/// Writes what the server warns of to stderr.
+/// Prints the server's warnings about a workspace on stderr.
 pub(super) fn warnings(workspace: &Workspace) {
     let warnings = workspace.metadata.get("warnings").and_then(Value::as_array);
     for warning in warnings.into_iter().flatten() {
@@ -84,7 +84,7 @@ pub(super) fn warnings(workspace: &Workspace) {
     }
 }
 
-/// A piece of the metadata as text.
+/// A field of the metadata as text.
 fn text(metadata: &Value, key: &str) -> Option<String> {
     match metadata.get(key)? {
         Value::Null => None,
@@ -112,20 +112,20 @@ mod tests {
     }
 
     #[test]
-    fn summary_and_details_show_what_matters() {
+    fn summary_shows_the_placement_and_details_show_limits_and_rejected_providers() {
         assert_eq!(
             summary(&workspace()).render(),
-            "id        01990000-aaaa-7000-8000-00000000beef\n\
-             status    ready\nprovider  gvisor\nwhy       the best that is healthy\n"
+            "id         01990000-aaaa-7000-8000-00000000beef\n\
+             status     ready\nprovider   gvisor\nplacement  the best that is healthy\n"
         );
         let details = details(&workspace()).render();
-        for text in ["not        e2b: no key\n", "2 CPU, 4G memory, 10G disk", "2025-06-01 12:30:00 UTC"] {
+        for text in ["rejected   e2b: no key\n", "2 CPU, 4G memory, 10G disk", "2025-06-01 12:30:00 UTC"] {
             assert!(details.contains(text), "{details}");
         }
     }
 
     #[test]
-    fn a_list_has_one_line_each() {
+    fn each_workspace_of_a_list_is_one_table_row() {
         let now = "2025-06-01T14:00:00Z".parse().unwrap();
         let text = list(&[workspace()], now).render();
         assert_eq!(

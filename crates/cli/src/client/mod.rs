@@ -1,6 +1,11 @@
-//! Calls to the REST API: one builder for requests, one place that turns answers into results or errors.
+//! The REST client. [`calls`] has the paths, [`Call`] is one request, [`Client`] sends it and turns the response into an
+//! answer or an error.
 
+pub(crate) mod calls;
+
+use std::error::Error as StdError;
 use std::fmt;
+use std::io;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, anyhow, bail};
@@ -8,32 +13,34 @@ use reqwest::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HeaderValue};
 use reqwest::{Certificate, Method, Response, StatusCode, Url};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio_rustls::rustls;
 
 use crate::connection::{Target, is_loopback};
 
-/// For a connection to be made.
+/// The time limit for connecting.
 const CONNECT: Duration = Duration::from_secs(10);
-/// For calls that only look something up.
+/// The time limit of calls that read.
 const LOOK_UP: Duration = Duration::from_secs(60);
-/// For calls that start, stop or move something.
-pub(crate) const ACT: Duration = Duration::from_secs(600);
-/// A server that has said nothing for so long is gone: longer than any command may be silent.
+/// The time limit of calls that change something.
+const ACT: Duration = Duration::from_secs(600);
+/// The time limit between two pieces of a response. It is longer than the longest time-out of a command (600 s), because a
+/// command may print nothing until it ends.
 const SILENCE: Duration = Duration::from_secs(900);
-/// The largest answer that is read into memory: a file of 64 MiB in base64, and then some.
+/// The size limit of an answer that is read into memory. A file of 64 MiB is 85.3 MiB in base64.
 const MAX_ANSWER_BYTES: usize = 128 << 20;
 
-/// The server refused or failed a call.
+/// An error response of the server.
 #[derive(Debug)]
 pub(crate) struct ApiError {
     /// The HTTP status.
     pub(crate) status: StatusCode,
-    /// The stable code, if the answer had one.
+    /// The stable code, if the body has one.
     pub(crate) code: Option<String>,
-    /// What went wrong and what to do.
+    /// The cause and the next step, for a person.
     pub(crate) message: String,
-    /// The answer's JSON.
+    /// The JSON of the body.
     pub(crate) body: Option<String>,
-    /// What the client knows in addition.
+    /// A hint of the client.
     pub(crate) hint: Option<String>,
 }
 
@@ -49,13 +56,13 @@ impl fmt::Display for ApiError {
 impl std::error::Error for ApiError {}
 
 impl ApiError {
-    /// From the body of a failed answer, or the data of an `error` event.
+    /// Parses the body of an error response, or the data of an `error` event.
     pub(crate) fn parse(status: StatusCode, body: &str) -> Self {
         #[derive(serde::Deserialize)]
         struct Body {
             error: Detail,
         }
-        // The code is read as text: a newer server may have codes that this program does not know.
+        // The code is a text, because a newer server may have codes that this program does not know.
         #[derive(serde::Deserialize)]
         struct Detail {
             code: String,
@@ -70,17 +77,17 @@ impl ApiError {
                 hint: None,
             },
             Err(_) => {
-                let said = crate::output::shorten(&crate::output::one_line(body.trim()), 200);
-                let separator = if said.is_empty() { "" } else { ": " };
+                let text = crate::output::shorten(&crate::output::one_line(body.trim()), 200);
+                let separator = if text.is_empty() { "" } else { ": " };
                 let message =
-                    format!("the server answered {status}{separator}{said} (is it an emergent server?)");
+                    format!("the server answered {status}{separator}{text} (is it an emergent server?)");
                 Self { status, code: None, message, body: None, hint: None }
             }
         }
     }
 }
 
-/// A request, before it is sent.
+/// A request that has not been sent.
 #[derive(Debug)]
 pub(crate) struct Call {
     method: Method,
@@ -92,7 +99,9 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    fn new(method: Method, path: &[&str], limit: Duration) -> Self {
+    /// A call of a path below `/api/v1`. Its segments are escaped when it is sent.
+    fn new(method: Method, path: &[&str]) -> Self {
+        let limit = if method == Method::GET { LOOK_UP } else { ACT };
         Self {
             method,
             path: path.iter().map(|segment| (*segment).to_owned()).collect(),
@@ -103,75 +112,55 @@ impl Call {
         }
     }
 
-    /// Looks something up. The path starts below `/api/v1`; its parts are escaped.
-    pub(crate) fn get(path: &[&str]) -> Self {
-        Self::new(Method::GET, path, LOOK_UP)
-    }
-
-    /// Does something.
-    pub(crate) fn post(path: &[&str]) -> Self {
-        Self::new(Method::POST, path, ACT)
-    }
-
-    /// Sets something.
-    pub(crate) fn put(path: &[&str]) -> Self {
-        Self::new(Method::PUT, path, ACT)
-    }
-
-    /// Takes something away.
-    pub(crate) fn delete(path: &[&str]) -> Self {
-        Self::new(Method::DELETE, path, ACT)
-    }
-
-    /// With this parameter, if there is a value for it.
+    /// Adds a query parameter if there is a value for it.
     pub(crate) fn query(mut self, name: &'static str, value: Option<impl fmt::Display>) -> Self {
         self.query.extend(value.map(|value| (name, value.to_string())));
         self
     }
 
-    /// With this body.
+    /// Sets the JSON body.
     pub(crate) fn body(mut self, body: &impl Serialize) -> Result<Self> {
         self.body = Some(serde_json::to_string(body)?);
         Ok(self)
     }
 
-    /// Answered with server-sent events, for as long as they come.
+    /// Asks for server-sent events, without a time limit for the whole response.
     pub(crate) fn events(mut self) -> Self {
         self.accept = "text/event-stream";
         self.limit = None;
         self
     }
 
-    /// Answered with raw bytes.
+    /// Asks for raw bytes.
     pub(crate) fn raw_bytes(mut self) -> Self {
         self.accept = "application/octet-stream";
         self
     }
 
-    /// Answered within this time.
+    /// Sets the time limit for the whole response.
     pub(crate) fn within(mut self, limit: Duration) -> Self {
         self.limit = Some(limit);
         self
     }
 }
 
-/// A successful answer.
+/// A successful response.
 #[derive(Debug)]
 pub(crate) struct Answer {
-    /// Its body, as it came.
+    /// Its body, unchanged.
     pub(crate) text: String,
 }
 
 impl Answer {
-    /// The body as a value.
+    /// Parses the body.
     pub(crate) fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_str(&self.text).context(
-            "the server's answer can't be understood: are `emergent` here and there the same version?",
+            "the server's answer can't be parsed: check that client and server have the same version (emergent --version)",
         )
     }
 }
 
-/// A connection to one server.
+/// A client of one server.
 pub(crate) struct Client {
     http: reqwest::Client,
     base: Url,
@@ -180,18 +169,18 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Where the server is.
+    /// The server's URL.
     pub(crate) fn base_url(&self) -> &str {
         self.base.as_str()
     }
 
-    /// The token that is sent.
+    /// The token of all calls.
     pub(crate) fn token(&self) -> &str {
         let header = self.authorization.to_str().unwrap_or_default();
         header.strip_prefix("Bearer ").unwrap_or(header)
     }
 
-    /// A client for this server. Does not connect yet.
+    /// Makes a client. It connects with the first call.
     pub(crate) fn open(target: &Target) -> Result<Self> {
         let mut builder = reqwest::Client::builder()
             .user_agent(concat!("emergent/", env!("CARGO_PKG_VERSION")))
@@ -199,7 +188,7 @@ impl Client {
             .read_timeout(SILENCE)
             .redirect(reqwest::redirect::Policy::none());
         if is_loopback(&target.url) {
-            // A proxy would look for the server on its own machine.
+            // A proxy would resolve a loopback address to the proxy's own machine.
             builder = builder.no_proxy();
         }
         if let Some(path) = &target.ca_cert {
@@ -208,8 +197,9 @@ impl Client {
                 .with_context(|| format!("{} has no certificate in it", path.display()))?;
             builder = builder.tls_certs_merge(certificates);
         }
-        let mut authorization = HeaderValue::from_str(&format!("Bearer {}", target.token))
-            .map_err(|_| anyhow!("the token from {} has characters no token has", target.token_source))?;
+        let mut authorization = HeaderValue::from_str(&format!("Bearer {}", target.token)).map_err(|_| {
+            anyhow!("the token from {} has characters that no token has", target.token_source)
+        })?;
         authorization.set_sensitive(true);
         Ok(Self {
             http: builder.build().context("can't set up the HTTP client")?,
@@ -219,7 +209,7 @@ impl Client {
         })
     }
 
-    fn address(&self, call: &Call) -> Result<Url> {
+    fn url_of(&self, call: &Call) -> Result<Url> {
         let mut url = self.base.clone();
         url.set_query(None);
         url.path_segments_mut()
@@ -233,11 +223,11 @@ impl Client {
         Ok(url)
     }
 
-    /// Sends the call; an answer that is a failure becomes an [`ApiError`].
+    /// Sends the call. An error response becomes an [`ApiError`].
     pub(crate) async fn send(&self, call: Call) -> Result<Response> {
         let mut request = self
             .http
-            .request(call.method.clone(), self.address(&call)?)
+            .request(call.method.clone(), self.url_of(&call)?)
             .header(AUTHORIZATION, self.authorization.clone())
             .header(ACCEPT, call.accept);
         if let Some(limit) = call.limit {
@@ -254,12 +244,12 @@ impl Client {
         let body = read_body(response).await.unwrap_or_default();
         let mut error = ApiError::parse(status, &body);
         if status == StatusCode::UNAUTHORIZED {
-            error.hint = Some(format!("the token came from {}", self.token_source));
+            error.hint = Some(format!("the token is from {}", self.token_source));
         }
         Err(error.into())
     }
 
-    /// Sends the call and reads the whole answer.
+    /// Sends the call and reads the whole response.
     pub(crate) async fn call(&self, call: Call) -> Result<Answer> {
         let limit = call.limit;
         let response = self.send(call).await?;
@@ -270,12 +260,13 @@ impl Client {
         Ok(Answer { text })
     }
 
-    /// Says what a person can do about a call that got no answer.
+    /// Adds the next step to the error of a call that got no response.
     fn explain(&self, error: reqwest::Error, limit: Option<Duration>) -> anyhow::Error {
         let url = self.base.as_str().trim_end_matches('/');
-        let message = if error.is_connect() && says(&error, "certificate") {
+        let message = if is_untrusted_certificate(&error) {
             format!(
-                "the certificate of the server at {url} is not trusted: name it, or its authority, with --ca-cert FILE"
+                "the certificate of the server at {url} is not trusted: give it, or the one of its authority, with --ca-cert \
+                 FILE"
             )
         } else if error.is_connect() {
             format!("no server answers at {url}: start it with: emergent serve (or set EMERGENT_URL)")
@@ -289,9 +280,15 @@ impl Client {
     }
 }
 
-/// Whether a word is in the text of an error or its causes.
-fn says(error: &dyn std::error::Error, word: &str) -> bool {
-    error.to_string().contains(word) || error.source().is_some_and(|cause| says(cause, word))
+/// Whether the error, or one of its causes, is that the server's certificate was refused.
+fn is_untrusted_certificate(error: &(dyn StdError + 'static)) -> bool {
+    if let Some(rustls::Error::InvalidCertificate(_)) = error.downcast_ref() {
+        return true;
+    }
+    // The source of an I/O error is not the error that it wraps, but the source of that one.
+    let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+    wrapped.is_some_and(|wrapped| is_untrusted_certificate(wrapped))
+        || error.source().is_some_and(is_untrusted_certificate)
 }
 
 async fn read_body(mut response: Response) -> Result<String> {
@@ -320,18 +317,16 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_below_the_base_and_escaped() {
-        let call = Call::get(&["agent", "workspaces", "a/../b"])
-            .query("cursor", Some("x&y"))
-            .query("limit", None::<u32>);
-        let url = client("http://localhost:1/base/").address(&call).unwrap();
-        assert_eq!(url.as_str(), "http://localhost:1/base/api/v1/agent/workspaces/a%2F..%2Fb?cursor=x%26y");
-        let url = client("http://localhost:1").address(&Call::get(&["tokens"])).unwrap();
+    fn call_urls_are_below_the_base_url_and_escaped() {
+        let call = calls::get_mcp_server("a/../b").query("cursor", Some("x&y")).query("limit", None::<u32>);
+        let url = client("http://localhost:1/base/").url_of(&call).unwrap();
+        assert_eq!(url.as_str(), "http://localhost:1/base/api/v1/mcp/servers/a%2F..%2Fb?cursor=x%26y");
+        let url = client("http://localhost:1").url_of(&calls::list_tokens()).unwrap();
         assert_eq!(url.as_str(), "http://localhost:1/api/v1/tokens");
     }
 
     #[test]
-    fn errors_are_shown_with_their_code() {
+    fn api_errors_are_shown_with_their_code() {
         let body = r#"{"error":{"code":"newer_than_us","message":"do this","details":{"a":1}}}"#;
         assert_eq!(ApiError::parse(StatusCode::CONFLICT, body).to_string(), "do this (newer_than_us)");
         let other = ApiError::parse(StatusCode::BAD_GATEWAY, "<html>\n nginx").to_string();
@@ -339,9 +334,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_server_the_error_says_what_to_do() {
-        let error = client("http://127.0.0.1:9").call(Call::get(&["tokens"])).await.unwrap_err();
+    async fn refused_connection_error_names_the_next_step_and_no_token() {
+        let error = client("http://127.0.0.1:9").call(calls::list_tokens()).await.unwrap_err();
         assert!(format!("{error:#}").contains("emergent serve"), "{error:#}");
         assert!(!format!("{error:?}").contains("secret"));
+    }
+
+    #[test]
+    fn untrusted_certificate_is_found_inside_io_errors() {
+        let refused = rustls::Error::InvalidCertificate(rustls::CertificateError::UnknownIssuer);
+        let nested = io::Error::other(io::Error::new(io::ErrorKind::InvalidData, refused));
+        assert!(is_untrusted_certificate(&nested));
+        let other = io::Error::new(io::ErrorKind::InvalidData, rustls::Error::DecryptError);
+        assert!(!is_untrusted_certificate(&other));
     }
 }
