@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use emergent_test_support::server::{Answer, TestServer};
+use emergent_test_support::server::{Answer, TestServer, WORKSPACES};
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
@@ -18,7 +18,6 @@ use crate::bench::session::release_binary;
 use crate::bench::stats::Summary;
 use crate::bench::table::{Align, render};
 
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
 /// How often the server's memory is shown over all rounds.
 const SAMPLES: usize = 10;
 

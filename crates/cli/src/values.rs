@@ -132,7 +132,7 @@ pub(crate) struct LimitArgs {
     /// Memory, such as 512M or 4G
     #[arg(long, value_name = "SIZE")]
     pub(crate) memory: Option<ByteSize>,
-    /// Disk space under /workspace, such as 10G
+    /// Disk space, such as 10G
     #[arg(long, value_name = "SIZE")]
     pub(crate) disk: Option<ByteSize>,
 }

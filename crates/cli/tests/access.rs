@@ -1,4 +1,4 @@
-//! Every route refuses a missing, a wrong and a foreign token. The list of routes is what the server declares
+//! Access checks of all routes, and the protection of secrets. The routes are those that the server declares
 //! ([`emergent_control_plane::declared_routes`]), so each new route is tested.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 /// Routes that need no token.
 const OPEN: [&str; 4] = ["/", "/api/docs", "/health/live", "/health/ready"];
-/// Routes that are not in the API's description.
+/// Routes that are not in the OpenAPI document.
 const UNDESCRIBED: [&str; 3] = ["/", "/api/docs", "/metrics"];
 
 #[tokio::test]
@@ -36,7 +36,7 @@ async fn every_route_refuses_a_missing_a_wrong_and_a_foreign_token() {
     let of_description: BTreeSet<_> = of_description.collect();
     let declared = routes.iter().filter(|route| !UNDESCRIBED.contains(&route.path.as_str()));
     let declared: BTreeSet<_> = declared.map(|route| (route.method.clone(), route.path.clone())).collect();
-    assert_eq!(declared, of_description, "routes that declare nothing, or that nobody can find");
+    assert_eq!(declared, of_description, "a route is not declared, or not in the OpenAPI document");
     let open = routes.iter().filter(|route| route.access == Access::Open);
     assert_eq!(open.map(|route| route.path.as_str()).collect::<BTreeSet<_>>(), BTreeSet::from(OPEN));
 
@@ -56,7 +56,7 @@ async fn every_route_refuses_a_missing_a_wrong_and_a_foreign_token() {
         let answer = server.request_as(Some(&foreign), method, &address, Some(json!({}))).await;
         assert_eq!(answer.status, 403, "{method} {address} with a foreign token: {}", answer.body);
     }
-    // Nothing that was refused had an effect.
+    // The refused requests had no effect.
     assert_eq!(server.bash(&own, "echo alive").await, "alive\n");
     let audited = server.request("GET", "/api/v1/audit?outcome=denied&limit=500", None).await.ok();
     assert!(audited["records"].as_array().unwrap().len() >= routes.len(), "refusals are audited");
@@ -67,7 +67,7 @@ async fn every_route_refuses_a_missing_a_wrong_and_a_foreign_token() {
 }
 
 #[tokio::test]
-async fn a_workspace_token_works_for_its_own_workspace() {
+async fn workspace_token_can_use_but_not_destroy_its_workspace() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     let request = json!({ "name": "own", "workspace_id": id });
@@ -81,14 +81,14 @@ async fn a_workspace_token_works_for_its_own_workspace() {
         server.request_as(Some(token), "DELETE", &format!("/api/v1/agent/workspaces/{id}"), None).await;
     assert_eq!(destroy.status, 403);
     server.destroy(&id).await;
-    // The token went with its workspace.
+    // The token is removed with its workspace.
     let answer = server.request_as(Some(token), "POST", &bash, Some(json!({ "command": "echo hi" }))).await;
     assert_eq!(answer.status, 401);
     server.stop();
 }
 
 #[tokio::test]
-async fn secrets_are_not_at_rest_in_the_clear_nor_in_logs() {
+async fn secrets_are_in_no_file_log_or_container_setting() {
     let server =
         TestServer::start_with(BINARY, &[("EMERGENT_ALLOW_DOCKER", "true"), ("EMERGENT_LOG", "trace")]).await;
     let environment = json!({ "API_KEY": "hunter2-very-secret" });
@@ -96,15 +96,15 @@ async fn secrets_are_not_at_rest_in_the_clear_nor_in_logs() {
     let id = server.create(request).await;
     assert_eq!(server.bash(&id, "echo ${#API_KEY}").await, "19\n");
     let inspected =
-        emergent_test_support::server::run("docker", &["inspect", &format!("agent-workspace-{id}")]);
-    assert!(!inspected.contains("hunter2"), "the container's settings show a secret");
+        emergent_test_support::command::run("docker", &["inspect", &format!("agent-workspace-{id}")]);
+    assert!(!inspected.contains("hunter2"), "a setting of the container has a secret");
     let seen: Value = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
     assert!(!seen.to_string().contains("hunter2"));
     for file in ["emergent.db", "emergent.db-wal", "test.log"] {
         let bytes = std::fs::read(server.data_dir().join(file)).unwrap_or_default();
         let text = String::from_utf8_lossy(&bytes);
-        assert!(!text.contains("hunter2"), "{file} shows a secret");
-        assert!(!text.contains(server.token.trim()), "{file} shows the admin token");
+        assert!(!text.contains("hunter2"), "{file} has a secret");
+        assert!(!text.contains(server.token.trim()), "{file} has the admin token");
     }
     for file in ["admin-token", "server-url", "encryption-key", "emergent.db"] {
         use std::os::unix::fs::PermissionsExt;

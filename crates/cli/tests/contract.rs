@@ -1,6 +1,6 @@
 //! The contract of every provider: the same calls give byte-identical answers.
 //!
-//! A new provider joins by its name in `PROVIDERS`.
+//! A new provider is added to `PROVIDERS`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 const PROVIDERS: [&str; 3] = ["gvisor", "docker", "firecracker"];
 
-/// Calls, in order. What they do builds on what came before.
+/// The calls, in their order. A call depends on the effects of those before it.
 fn script() -> Vec<(&'static str, Value)> {
     let bash = |command: &str| ("bash", json!({ "command": command }));
     let long_line = "é".repeat(3000);
@@ -102,7 +102,7 @@ fn script() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// An answer without what differs from call to call.
+/// An answer without the fields and ids that differ between calls.
 fn normalized(mut body: Value) -> Value {
     if let Some(object) = body.as_object_mut() {
         for field in ["duration_ms", "operation_id"] {
@@ -118,7 +118,7 @@ fn normalized(mut body: Value) -> Value {
     body
 }
 
-/// Replaces ids and hashes of commits, which hold the time.
+/// Replaces ids and commit hashes, which depend on the time.
 fn without_ids(text: &str) -> String {
     let mut out = String::new();
     let mut word = String::new();
@@ -137,14 +137,13 @@ fn without_ids(text: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_same_calls_give_the_same_answers_on_every_provider() {
+async fn same_calls_give_identical_answers_on_every_provider() {
     let microvms = Microvms::find(BINARY);
     let server = microvms.start(BINARY, &[("EMERGENT_ALLOW_DOCKER", "true")]).await;
     let mut ids = Vec::new();
     for provider in PROVIDERS {
-        let asked =
-            if provider == "firecracker" { microvms.small() } else { json!({ "provider": provider }) };
-        ids.push(server.create(asked).await);
+        let body = if provider == "firecracker" { microvms.small() } else { json!({ "provider": provider }) };
+        ids.push(server.create(body).await);
     }
     let mut differences = Vec::new();
     for (number, (tool, request)) in script().into_iter().enumerate() {
@@ -156,9 +155,9 @@ async fn the_same_calls_give_the_same_answers_on_every_provider() {
         let shown: String = request.to_string().chars().take(200).collect();
         for (provider, answer) in PROVIDERS.iter().zip(&answers).skip(1) {
             if answer != &answers[0] {
-                let (other, usual) = (shortened(answer), shortened(&answers[0]));
+                let (other, first) = (shortened(answer), shortened(&answers[0]));
                 differences.push(format!(
-                    "call {number} {tool} {shown}\n  {provider}: {other}\n  {}: {usual}",
+                    "call {number} {tool} {shown}\n  {provider}: {other}\n  {}: {first}",
                     PROVIDERS[0]
                 ));
             }
@@ -179,7 +178,7 @@ fn shortened((status, body): &(u16, Value)) -> String {
 }
 
 #[test]
-fn ids_are_recognised() {
+fn only_ids_are_replaced_before_answers_are_compared() {
     assert_eq!(without_ids("\"/x/01a1e133-12a5-77ce-8171-5fbb7066215b/y\""), "\"/x/ID/y\"");
     assert_eq!(without_ids("\"abc 12\""), "\"abc 12\"");
 }

@@ -5,12 +5,13 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::TestServer;
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// The control group that has a container's CPU settings.
+/// The control group with a container's CPU settings.
 fn cpu_group(workspace: &str) -> PathBuf {
     let container = format!("agent-workspace-{workspace}");
     let pid = run("docker", &["inspect", "--format", "{{.State.Pid}}", &container]);
@@ -33,25 +34,25 @@ fn is_background(group: &Path) -> bool {
     std::fs::read_to_string(group.join("cpu.idle")).unwrap().trim() == "1"
 }
 
-/// Whether the group has a quarter of the default weight, in either version of control groups.
-fn has_own_weight(group: &Path) -> bool {
+/// Whether the group has a quarter of the default weight, which workspaces have. Works with both versions of control groups.
+fn has_workspace_weight(group: &Path) -> bool {
     let weight = |file: &str| std::fs::read_to_string(group.join(file));
     weight("cpu.shares")
         .or_else(|_| weight("cpu.weight"))
         .is_ok_and(|text| ["256", "25"].contains(&text.trim()))
 }
 
-/// Calls the workspace in use until each group is as wanted.
-async fn use_until(server: &TestServer, in_use: &str, groups: &[PathBuf], is_as_wanted: fn(&Path) -> bool) {
+/// Calls the workspace in use until a condition holds for all groups.
+async fn use_until(server: &TestServer, in_use: &str, groups: &[PathBuf], holds: fn(&Path) -> bool) {
     let waited = async {
-        while !groups.iter().all(|group| is_as_wanted(group)) {
+        while !groups.iter().all(|group| holds(group)) {
             server.assert_works(in_use).await;
         }
     };
     tokio::time::timeout(Duration::from_secs(60), waited).await.unwrap();
 }
 
-async fn busy_workspaces_run_in_the_background(provider: &str) {
+async fn busy_workspaces_get_background_priority(provider: &str) {
     let mut server = TestServer::start(BINARY).await;
     let cpus = std::thread::available_parallelism().unwrap().get();
     let limits = json!({ "cpu": cpus.to_string(), "memory": "256M", "disk": "128M" });
@@ -62,17 +63,18 @@ async fn busy_workspaces_run_in_the_background(provider: &str) {
     assert!(groups.iter().all(|group| !is_background(group)));
 
     let burn = format!("for n in $(seq {cpus}); do while :; do :; done & done; wait");
-    let operations = [server.begin(&first, &burn).await, server.begin(&second, &burn).await];
+    let operations =
+        [server.start_in_background(&first, &burn).await, server.start_in_background(&second, &burn).await];
     use_until(&server, &in_use, &groups, is_background).await;
     assert!(!is_background(&cpu_group(&in_use)));
 
-    // A server that is killed leaves the priority behind; the next one gives it back when the load is over.
+    // A killed server leaves the priority as it is. The next server restores it when the load is over.
     server.kill();
     server.start_again().await;
     for operation in &operations {
         server.request("DELETE", operation, None).await.ok();
     }
-    use_until(&server, &in_use, &groups, |group| !is_background(group) && has_own_weight(group)).await;
+    use_until(&server, &in_use, &groups, |group| !is_background(group) && has_workspace_weight(group)).await;
     for id in [in_use, first, second] {
         server.destroy_in_time(&id).await;
     }
@@ -80,11 +82,11 @@ async fn busy_workspaces_run_in_the_background(provider: &str) {
 }
 
 #[tokio::test]
-async fn busy_gvisor_workspaces_run_in_the_background() {
-    busy_workspaces_run_in_the_background("gvisor").await;
+async fn busy_gvisor_workspaces_get_background_priority() {
+    busy_workspaces_get_background_priority("gvisor").await;
 }
 
 #[tokio::test]
-async fn busy_plain_containers_run_in_the_background() {
-    busy_workspaces_run_in_the_background("docker").await;
+async fn busy_plain_containers_get_background_priority() {
+    busy_workspaces_get_background_priority("docker").await;
 }

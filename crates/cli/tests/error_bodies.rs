@@ -1,4 +1,4 @@
-//! Every failure has the error body that the API's description promises, also those that no handler sees.
+//! Every failure has the error body of the OpenAPI document, even a failure before a handler is called.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +18,7 @@ fn assert_error_body(body: &Value, about: &str) {
     assert!(has_code && error["message"].as_str().is_some_and(|text| !text.is_empty()), "{about}: {body}");
 }
 
-/// Sends bytes that may be no request, and gives the whole answer.
+/// Sends bytes, which need not be a valid request, and returns the whole response.
 async fn send(server: &TestServer, bytes: &[u8]) -> String {
     let address = server.url.trim_start_matches("http://");
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -30,7 +30,7 @@ async fn send(server: &TestServer, bytes: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn requests_that_are_not_http_are_told_so() {
+async fn malformed_http_requests_get_an_error_body() {
     let server = TestServer::start(BINARY).await;
     let many: String = (0..300).map(|number| format!("x-{number}: 1\r\n")).collect();
     let long = "1".repeat(100_000);
@@ -47,18 +47,18 @@ async fn requests_that_are_not_http_are_told_so() {
         assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{answer}");
         assert!(head.contains(&format!("content-length: {}\r\n", body.len())), "{answer}");
         let body: Value = serde_json::from_str(body).unwrap();
-        assert_error_body(&body, "a request that is not HTTP");
+        assert_error_body(&body, "a malformed request");
         assert_eq!(body["error"]["code"], code, "{answer}");
     }
     server.stop();
 }
 
 #[tokio::test]
-async fn refusals_of_mcp_endpoints_have_a_body() {
+async fn refusals_of_mcp_endpoints_have_an_error_body() {
     let server = TestServer::start(BINARY).await;
     let workspace = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
-    let asked = json!({ "name": "echo", "command": ["cat"], "provider": "docker", "network": "isolated" });
-    server.request("POST", "/api/v1/mcp/servers", Some(asked)).await.ok();
+    let body = json!({ "name": "echo", "command": ["cat"], "provider": "docker", "network": "isolated" });
+    server.request("POST", "/api/v1/mcp/servers", Some(body)).await.ok();
     let both = "application/json, text/event-stream";
     let list = r#"{"jsonrpc":"2.0","method":"tools/list","id":1}"#;
     for address in [format!("agent/workspaces/{workspace}/mcp"), "mcp/servers/echo/mcp".to_owned()] {
@@ -91,9 +91,8 @@ async fn refusals_of_mcp_endpoints_have_a_body() {
     server.stop();
 }
 
-/// The description says which bodies can be left out.
 #[tokio::test]
-async fn a_body_can_be_left_out_exactly_where_the_description_says_so() {
+async fn request_body_is_optional_exactly_where_openapi_says_so() {
     let server = TestServer::start(BINARY).await;
     let workspace = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     let description = server.request("GET", "/api/v1/openapi.json", None).await.ok();

@@ -1,15 +1,17 @@
-//! Bad input and faults: a clear answer, nothing leaked, and the workspace still usable.
+//! Invalid input, hostile commands, memory exhaustion, and sandboxes and engines that are killed. The caller gets an error, and the
+//! workspace stays usable.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use emergent_test_support::command::run;
 use emergent_test_support::engine::TestEngine;
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
 #[tokio::test]
-async fn bad_input_gets_a_clear_answer() {
+async fn invalid_input_gets_an_error_with_a_message() {
     let server = TestServer::start(BINARY).await;
     let workspaces = "/api/v1/agent/workspaces";
     for (body, status) in [
@@ -35,7 +37,7 @@ async fn bad_input_gets_a_clear_answer() {
     ] {
         let answer = server.request("POST", workspaces, Some(body.clone())).await;
         assert_eq!(answer.status, status, "{body}: {}", answer.body);
-        assert!(answer.body["error"]["message"].as_str().is_some_and(|text| !text.is_empty()), "{body}");
+        assert!(!answer.message().is_empty(), "{body}");
     }
     let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     let path = format!("{workspaces}/{id}");
@@ -59,7 +61,7 @@ async fn bad_input_gets_a_clear_answer() {
         assert_eq!(answer.status, status, "{method} {address}: {}", answer.body);
         assert!(answer.body["error"]["message"].is_string(), "{method} {address}: {}", answer.body);
     }
-    // Raw bodies: not JSON, not UTF-8, too large, deeply nested.
+    // Bodies that are not JSON, not UTF-8, deeply nested, or too large.
     let client = server.client();
     let post = |body: Vec<u8>| {
         client.post(format!("{}{path}/bash", server.url)).bearer_auth(&server.token).body(body).send()
@@ -90,26 +92,26 @@ async fn hostile_commands_leave_the_workspace_usable() {
             let (server, id) = (&server, id.clone());
             async move { server.tool(&id, "bash", request).await.ok() }
         };
-        // Ignores SIGTERM, and so do its children, some of which have left its process group.
+        // The command and its children ignore SIGTERM, and some children have left its process group.
         let stubborn = "trap '' TERM; (trap '' TERM; setsid sleep 1000) & setsid sh -c 'trap \"\" TERM; sleep 1001' & sleep 1002";
         let answer = bash(stubborn, 200).await;
         assert_eq!((&answer["timed_out"], &answer["exit_code"]), (&json!(true), &json!(null)), "{answer}");
         assert_eq!(server.bash(&id, "pgrep -x sleep || echo none").await, "none\n", "{provider}");
-        // Prints without end.
+        // The command prints without end.
         let answer = bash("yes", 1000).await;
         assert_eq!((&answer["timed_out"], &answer["truncated"]), (&json!(true), &json!(true)));
         assert!(answer["stdout"].as_str().unwrap().len() < 60_000);
-        // Forks away, closes its streams, kills its shell, exits while a child prints.
+        // Commands that leave a child behind, close their streams, kill their shell, or exit while a child prints.
         assert_eq!(bash("(setsid sleep 1000 &) ; echo gone", 5000).await["stdout"], "gone\n");
         assert_eq!(bash("exec >&- 2>&-; exit 4", 5000).await["exit_code"], 4);
         assert_eq!(bash("kill -9 $$", 5000).await["signal"], "SIGKILL");
         assert_eq!(bash("yes > /dev/null & yes & exit 6", 5000).await["exit_code"], 6);
         server.bash(&id, "pkill -9 yes; pkill -9 sleep; true").await;
-        // A fork bomb: its family is ended with it, however fast it forks. (On gVisor it may take the sandbox with it,
-        // which then comes back: too slow to be tried with every run.)
+        // A fork bomb is killed with all its descendants. `hostile_guest.rs` tests it on gVisor, where the sandbox may crash and
+        // restart.
         if provider == "docker" {
             let answer = bash("bomb() { bomb | bomb & }; bomb; sleep 100", 300).await;
-            // Whichever comes first: its time is over, or it has all the tasks that a workspace may have.
+            // The bomb reaches its time-out, or the limit of tasks of the workspace.
             let is_over_limit = answer["notes"].to_string().contains("tasks");
             assert!(answer["timed_out"] == true || is_over_limit, "{answer}");
             let count = "n=$(ls /proc | grep -c '^[0-9]')";
@@ -129,7 +131,7 @@ async fn hostile_commands_leave_the_workspace_usable() {
 }
 
 #[tokio::test]
-async fn out_of_memory_kills_the_process_and_not_the_workspace() {
+async fn out_of_memory_kills_the_process_but_not_the_sandbox() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let limits = json!({ "memory": "512M", "disk": "64M" });
@@ -139,7 +141,7 @@ async fn out_of_memory_kills_the_process_and_not_the_workspace() {
             .bash(&id, "cat /proc/sys/kernel/random/boot_id; sleep 100 >/dev/null 2>&1 & echo $!")
             .await;
         let eat = "python3 -c 'x = bytearray(3 << 30)'; echo the shell lives";
-        // More than once: the guard sleeps while nothing runs, and must be awake each time.
+        // The memory guard sleeps while no command runs, and must wake up for each command.
         for _ in 0..8 {
             let answer = server.tool(&id, "bash", json!({ "command": eat })).await.ok();
             assert_eq!(answer["oom_killed"], true, "{provider}: {answer}");
@@ -150,7 +152,7 @@ async fn out_of_memory_kills_the_process_and_not_the_workspace() {
             assert_host_prefers_the_agent_over_commands(&id);
         }
         assert_eq!(server.bash(&id, "cat file").await, "kept\n");
-        // The sandbox is the same one: what ran beside it still runs.
+        // The sandbox was not restarted: another process still runs.
         let other = boot.lines().nth(1).unwrap();
         assert_eq!(server.bash(&id, &format!("kill -0 {other} && echo runs")).await, "runs\n", "{provider}");
         server.destroy(&id).await;
@@ -158,25 +160,26 @@ async fn out_of_memory_kills_the_process_and_not_the_workspace() {
     server.stop();
 }
 
-/// The host's process that a sandbox is.
+/// The process id of a sandbox on the host.
 fn process_of(id: &str) -> String {
     let name = format!("agent-workspace-{id}");
     run("docker", &["inspect", "--format", "{{.State.Pid}}", &name]).trim().to_owned()
 }
 
-/// The guard in the sandbox may come too late on a busy host: then the kernel chooses by this.
+/// Asserts the priorities of gVisor and the agent over commands. On a busy host the memory guard may be too late, and then the
+/// host's kernel chooses the process to kill by its `oom_score_adj`.
 fn assert_host_prefers_the_agent_over_commands(id: &str) {
     let sandbox = process_of(id);
-    let readiness = |pid: &str| -> i32 {
+    let oom_score = |pid: &str| -> i32 {
         std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap().trim().parse().unwrap()
     };
     let children = run("pgrep", &["--parent", &sandbox]);
-    let of_children: Vec<i32> = children.lines().map(readiness).collect();
-    assert!(readiness(&sandbox) < 500, "{of_children:?}");
-    // The agent's own is not among the first, and commands are.
-    assert!(of_children.iter().any(|readiness| *readiness < 500), "{of_children:?}");
-    assert!(of_children.iter().filter(|readiness| **readiness == 1000).count() > 1, "{of_children:?}");
-    // The same goes for CPU time.
+    let of_children: Vec<i32> = children.lines().map(oom_score).collect();
+    assert!(oom_score(&sandbox) < 500, "{of_children:?}");
+    // The agent's process has a low score, and commands have the highest.
+    assert!(of_children.iter().any(|score| *score < 500), "{of_children:?}");
+    assert!(of_children.iter().filter(|score| **score == 1000).count() > 1, "{of_children:?}");
+    // The agent's process has the highest CPU priority, and commands have the default.
     let priority = |pid: &str| -> i32 {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(16).unwrap().parse().unwrap()
@@ -186,8 +189,8 @@ fn assert_host_prefers_the_agent_over_commands(id: &str) {
     assert!(of_children.contains(&-20) && of_children.contains(&0), "{of_children:?}");
 }
 
-/// Takes memory from a sandbox behind its agent's back, so that only the host's kernel notices when it runs out.
-fn take_memory_away(id: &str, bytes: u64) {
+/// Lowers the memory limit of a sandbox on the host. Its agent does not know the new limit, so only the host's kernel kills.
+fn lower_memory_limit(id: &str, bytes: u64) {
     let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", process_of(id))).unwrap();
     let of = |controllers: &str| {
         let mut lines = groups.lines().map(|line| line.splitn(3, ':').skip(1).collect::<Vec<_>>());
@@ -200,34 +203,34 @@ fn take_memory_away(id: &str, bytes: u64) {
     std::fs::write(file, bytes.to_string()).unwrap();
 }
 
-/// Follows a command in the background to its end.
+/// Follows a command in the background until it ends, and returns its result.
 async fn end_of(server: &TestServer, operation: &str) -> Value {
     server.events("GET", operation, None, None).await.collect().await.pop().unwrap().data
 }
 
-/// Takes more memory than there is.
+/// Takes more memory than the lowered limit.
 const EAT: &str = "exec python3 -c 'x = bytearray(600 << 20)'";
 
-fn assert_told(answer: &Value) {
+fn assert_reports_oom(answer: &Value) {
     assert_eq!(answer["oom_killed"], true, "{answer}");
     assert!(answer["notes"][0].as_str().unwrap().contains("out of memory"), "{answer}");
 }
 
 #[tokio::test]
-async fn a_command_that_the_hosts_kernel_ended_for_memory_is_told_so_and_the_next_finds_a_new_sandbox() {
+async fn sandbox_is_restarted_after_the_hosts_oom_killer_ended_a_command() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor", "resource_limits": { "memory": "1G" } })).await;
     server.bash(&id, "echo mine > kept").await;
     let path = format!("/api/v1/agent/workspaces/{id}");
     for is_streamed in [false, true] {
         let before = process_of(&id);
-        take_memory_away(&id, 256 << 20);
+        lower_memory_limit(&id, 256 << 20);
         let request = json!({ "command": EAT });
         if is_streamed {
             let streamed = server.events("POST", &format!("{path}/bash"), Some(request), None).await;
-            assert_told(&streamed.collect().await.last().unwrap().data);
+            assert_reports_oom(&streamed.collect().await.last().unwrap().data);
         } else {
-            assert_told(&server.tool(&id, "bash", request).await.ok());
+            assert_reports_oom(&server.tool(&id, "bash", request).await.ok());
         }
         assert_eq!(server.bash(&id, "cat kept").await, "mine\n");
         assert_ne!(process_of(&id), before);
@@ -240,43 +243,43 @@ async fn a_command_that_the_hosts_kernel_ended_for_memory_is_told_so_and_the_nex
 }
 
 #[tokio::test]
-async fn commands_in_the_background_are_told_of_memory_and_keep_the_sandbox() {
+async fn background_commands_keep_their_sandbox_after_the_hosts_oom_killer() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor", "resource_limits": { "memory": "1G" } })).await;
-    let assert_not_told = |answer: &Value| {
+    let assert_reports_no_oom = |answer: &Value| {
         assert_eq!((&answer["exit_code"], &answer["oom_killed"]), (&json!(3), &json!(false)), "{answer}");
     };
-    let failed = server.begin(&id, "exit 3").await;
-    assert_not_told(&end_of(&server, &failed).await);
+    let failed = server.start_in_background(&id, "exit 3").await;
+    assert_reports_no_oom(&end_of(&server, &failed).await);
     let before = process_of(&id);
-    take_memory_away(&id, 256 << 20);
-    let operation = server.begin(&id, EAT).await;
-    assert_told(&end_of(&server, &operation).await);
-    assert_told(&server.request("GET", &operation, None).await.ok());
-    // One that failed before is not told so, and each is counted once.
-    assert_not_told(&end_of(&server, &failed).await);
+    lower_memory_limit(&id, 256 << 20);
+    let operation = server.start_in_background(&id, EAT).await;
+    assert_reports_oom(&end_of(&server, &operation).await);
+    assert_reports_oom(&server.request("GET", &operation, None).await.ok());
+    // A command that failed before is not blamed on memory, and the kill is counted once.
+    assert_reports_no_oom(&end_of(&server, &failed).await);
     let metrics = server.metrics().await;
     assert!(metrics.contains("emergent_oom_kills_total 1\n"), "{metrics}");
-    // What runs in the background may be dear, so nothing is started anew; who fails is told why that may be. (It may
-    // even hang: gVisor does not cope with what the host did.)
+    // Other commands may run in the background, so the sandbox is not restarted. A command that fails gets a note about the
+    // possible reason. It may also hang, because gVisor does not cope with a kill by the host.
     let answer = server.tool(&id, "bash", json!({ "command": "exit 3", "timeout_ms": 5000 })).await.ok();
     assert!(answer["notes"][0].as_str().unwrap().contains("stop and resume"), "{answer}");
     assert_eq!(process_of(&id), before);
-    // The next server knows nothing of what was before it, and blames nobody for it.
+    // The next server does not know of the kill, and blames no command.
     server.kill();
     server.start_again().await;
-    assert_not_told(&end_of(&server, &failed).await);
+    assert_reports_no_oom(&end_of(&server, &failed).await);
     server.destroy(&id).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
+async fn killed_or_removed_sandbox_is_restarted_with_its_files() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let name = format!("agent-workspace-{id}");
     server.bash(&id, "echo kept > file").await;
-    // The agent is killed by a command in the sandbox.
+    // A command in the sandbox kills the agent.
     let answer = server.tool(&id, "bash", json!({ "command": "kill -9 1; sleep 60" })).await;
     assert_eq!(answer.error(502), "sandbox_lost");
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
@@ -287,7 +290,7 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
         run("docker", &["kill", &name]);
     };
     let (answer, ()) = tokio::join!(running, kill);
-    let message = answer.body["error"]["message"].as_str().unwrap().to_owned();
+    let message = answer.message().to_owned();
     assert!(message.contains("the sandbox ended while the call ran"), "{message}");
     assert_eq!(answer.error(502), "sandbox_lost");
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
@@ -296,11 +299,11 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
     let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
     assert!(seen["metadata"]["last_restart"]["reason"].is_string(), "{seen}");
-    // Container and volume are removed: the volume only names the disk, which is still there.
+    // Container and volume are removed. The disk is still there, because the volume only refers to it.
     run("docker", &["rm", "--force", &name]);
     run("docker", &["volume", "rm", &name]);
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
-    // The disk is removed with them: the files are gone, and that is said.
+    // The disk is removed too: the files are lost, and the error says so.
     run("docker", &["rm", "--force", &name]);
     run("docker", &["volume", "rm", &name]);
     for entry in std::fs::read_dir(server.data_dir().join("disks")).unwrap() {
@@ -311,7 +314,7 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
         std::fs::remove_file(path).unwrap();
     }
     let answer = server.tool(&id, "bash", json!({ "command": "cat file" })).await;
-    assert!(answer.body["error"]["message"].as_str().unwrap().contains("gone"), "{}", answer.body);
+    assert!(answer.message().contains("gone"), "{}", answer.body);
     let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
     assert_eq!(seen["status"], "error", "{seen}");
     server.destroy(&id).await;
@@ -319,34 +322,34 @@ async fn a_sandbox_that_is_killed_or_removed_comes_back_with_its_files() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workspaces_come_back_when_the_engine_does() {
+async fn workspaces_recover_after_the_engine_restarts() {
     for (more, signal) in [("", "TERM"), ("", "KILL"), (",\"live-restore\":true", "TERM")] {
         let mut engine = TestEngine::start_with_gvisor(more);
         let host = engine.host();
         let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
         let id = server.create(json!({ "network": "isolated" })).await;
         server.bash(&id, "echo kept > file; echo installed > /usr/local/file").await;
-        // A call is in progress when the engine ends: it is answered, whatever the answer.
+        // A call that runs when the engine ends gets an answer.
         let running = server.tool(&id, "bash", json!({ "command": "echo > begun; sleep 300" }));
         let end = async {
             while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
             tokio::task::block_in_place(|| engine.end(signal));
         };
         let (answer, ()) = tokio::join!(running, end);
-        // An engine that stops in good order tells the sandboxes to stop; else the channel breaks.
+        // An engine that gets SIGTERM stops the sandboxes with SIGTERM. Otherwise the channel breaks.
         if answer.status == 200 {
             assert_eq!((signal, &answer.body["signal"]), ("TERM", &json!("SIGTERM")), "{answer:?}");
         } else {
             assert_eq!(answer.error(502), "sandbox_lost", "{signal}");
         }
-        // While there is no engine, calls and creates say so.
-        let away = server.tool(&id, "bash", json!({ "command": "true" })).await;
-        assert_eq!(away.error(503), "unavailable", "{signal}");
-        let asked = json!({ "network": "isolated" });
-        let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+        // Without the engine, calls and creates fail.
+        let call = server.tool(&id, "bash", json!({ "command": "true" })).await;
+        assert_eq!(call.error(503), "unavailable", "{signal}");
+        let request = json!({ "network": "isolated" });
+        let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
         assert!(refused.status >= 500, "{refused:?}");
         engine.start_again();
-        // At once, though the engine was found away a moment ago; what the refused create left is removed.
+        // A create succeeds at once, though the last health check failed. Recovery removes the rest of the refused create.
         let other = server.create(json!({ "network": "isolated" })).await;
         server.destroy(&other).await;
         let mut listed = Value::Null;
@@ -362,7 +365,7 @@ async fn workspaces_come_back_when_the_engine_does() {
 }
 
 #[tokio::test]
-async fn many_calls_at_once_do_not_mix() {
+async fn concurrent_calls_get_their_own_answers() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
     let calls = (0..40).map(|number| {
@@ -383,10 +386,10 @@ async fn many_calls_at_once_do_not_mix() {
 }
 
 #[tokio::test]
-async fn large_files_go_both_ways_intact() {
+async fn files_of_the_maximum_size_are_written_and_read_unchanged() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
-    // 64 MiB, the limit, and one byte more.
+    // 64 MiB is the limit. One byte more is refused.
     let content = "0123456789abcde\n".repeat(4 << 20);
     let written = server.tool(&id, "write", json!({ "path": "large", "content": content })).await.ok();
     assert_eq!(written["bytes_written"], 64 << 20);

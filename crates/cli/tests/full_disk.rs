@@ -1,18 +1,21 @@
-//! A host whose disk is full: nothing that was acknowledged is lost, nobody else's workspace is harmed, what fills it can be
-//! removed, and everything works again once there is room.
+//! A host with a full disk. Acknowledged writes are not lost, other workspaces are not harmed, workspaces and snapshots can be
+//! removed, and all calls succeed again once there is free space.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::{Answer, TestServer};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
+const LIMIT: Duration = Duration::from_secs(60);
 
-/// A server whose data directory is on a small disk of its own. The janitor unmounts it.
+/// A server with its data directory on a small disk. The janitor unmounts the disk.
 async fn on_small_disk(megabytes: u64, environment: &[(&str, &str)]) -> (TestServer, tempfile::TempDir) {
     let mut all = vec![("EMERGENT_ALLOW_DOCKER", "true"), ("WORKSPACE_MIN_FREE_DISK", "64M")];
     all.extend(environment);
@@ -21,7 +24,7 @@ async fn on_small_disk(megabytes: u64, environment: &[(&str, &str)]) -> (TestSer
     let images = tempfile::tempdir().unwrap();
     let image = images.path().join("disk");
     std::fs::File::create(&image).unwrap().set_len(megabytes << 20).unwrap();
-    // Nothing is kept back for root.
+    // `-m 0` reserves no blocks for root.
     run("mkfs.ext4", &["-q", "-m", "0", image.to_str().unwrap()]);
     run("mount", &["-o", "loop", image.to_str().unwrap(), server.data_dir().to_str().unwrap()]);
     server.start_again().await;
@@ -33,15 +36,15 @@ fn free_megabytes(directory: &Path) -> u64 {
     (stat.f_bavail * stat.f_frsize) >> 20
 }
 
-/// Takes room until so many megabytes are left.
+/// Makes a file that leaves this number of megabytes free.
 fn fill(directory: &Path, name: &str, left: u64) {
     let file = std::fs::File::create(directory.join(name)).unwrap();
     let bytes = free_megabytes(directory).saturating_sub(left) << 20;
     rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, bytes).unwrap();
 }
 
-/// Takes what is left, but for what the server's log needs.
-fn fill_to_the_brim(directory: &Path) {
+/// Fills the disk, after it has reserved space for the server's log.
+fn fill_completely(directory: &Path) {
     let log = std::fs::OpenOptions::new().write(true).open(directory.join("test.log")).unwrap();
     rustix::fs::fallocate(&log, rustix::fs::FallocateFlags::KEEP_SIZE, 0, 4 << 20).unwrap();
     let mut rest = std::fs::File::create(directory.join("rest")).unwrap();
@@ -53,16 +56,12 @@ async fn ready(server: &TestServer) -> (u16, Value) {
     (answer.status().as_u16(), answer.json().await.unwrap())
 }
 
-async fn wait_for(what: &str, server: &TestServer, mut is_so: impl AsyncFnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so().await {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}:\n{}", server.log());
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+async fn wait_for_log(server: &TestServer, text: &str) {
+    wait_until(text, LIMIT, async || server.log().contains(text)).await;
 }
 
-async fn workspace(server: &TestServer, id: &str) -> Value {
-    server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok()
+async fn has_status(server: &TestServer, id: &str, status: &str) -> bool {
+    server.workspace(id).await["status"] == status
 }
 
 async fn marked(server: &TestServer, provider: &str) -> String {
@@ -75,28 +74,28 @@ async fn marked(server: &TestServer, provider: &str) -> String {
 }
 
 #[tokio::test]
-async fn on_a_full_disk_nothing_is_promised_and_everything_can_be_removed() {
+async fn full_disk_refuses_writes_and_allows_removals() {
     let (mut server, _images) = on_small_disk(600, &[]).await;
     let directory = server.data_dir().to_owned();
     let (first, second) = (marked(&server, "gvisor").await, marked(&server, "docker").await);
     let copies = format!("/api/v1/agent/workspaces/{first}/snapshot");
     let copy = server.request("POST", &copies, Some(json!({}))).await.ok();
-    // More than there will ever be.
-    let asked = json!({ "provider": "docker", "resource_limits": { "disk": "100G" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+    // A disk that is larger than the host's disk is refused.
+    let body = json!({ "provider": "docker", "resource_limits": { "disk": "100G" } });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(body)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     assert_eq!(ready(&server).await, (200, json!({ "status": "ok" })));
 
-    // It is told before it is full.
+    // A nearly full disk is reported.
     fill(&directory, "filler", 100);
     let (status, health) = ready(&server).await;
     assert_eq!((status, &health["warnings"][0]), (200, &json!("the host's disk is nearly full")));
-    wait_for("it is told", &server, async || server.log().contains("disk is nearly full")).await;
+    wait_for_log(&server, "disk is nearly full").await;
 
     fill(&directory, "more", 40);
     let (status, health) = ready(&server).await;
     assert_eq!((status, &health["status"]), (503, &json!("the host's disk is full")));
-    wait_for("it is told", &server, async || server.log().contains("the host's disk is full: ")).await;
+    wait_for_log(&server, "the host's disk is full: ").await;
     let large = "x".repeat(20 << 20);
     for request in
         [json!({ "file_path": "large", "content": large }), json!({ "file_path": "a", "content": "a" })]
@@ -106,15 +105,15 @@ async fn on_a_full_disk_nothing_is_promised_and_everything_can_be_removed() {
     let edit = json!({ "file_path": "mark", "old_string": "mine", "new_string": "yours" });
     assert_eq!(server.tool(&second, "edit", edit).await.error(507), "host_disk_full");
     assert_eq!(server.request("POST", &copies, Some(json!({}))).await.error(507), "host_disk_full");
-    let asked = json!({ "provider": "docker", "resource_limits": { "disk": "16M" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+    let body = json!({ "provider": "docker", "resource_limits": { "disk": "16M" } });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(body)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     let answer = server.tool(&second, "bash", json!({ "command": "cat mark" })).await.ok();
     assert_eq!(answer["stdout"], "mine\n");
     assert!(answer["notes"].to_string().contains("the host's disk is full"), "{answer}");
 
-    // Not a byte is left; a server that starts now finds everything.
-    fill_to_the_brim(&directory);
+    // A server can start on a completely full disk.
+    fill_completely(&directory);
     server.kill();
     server.start_again().await;
     assert_eq!(server.bash(&first, "cat mark").await, "mine\n");
@@ -122,65 +121,65 @@ async fn on_a_full_disk_nothing_is_promised_and_everything_can_be_removed() {
     let copy = format!("/api/v1/agent/workspaces/snapshots/{}", copy["id"].as_str().unwrap());
     server.request("DELETE", &copy, None).await.ok();
 
-    // There is room again, and nothing has to be done about it.
+    // Once there is free space, all calls succeed again without a restart.
     for name in ["filler", "more", "rest"] {
         std::fs::remove_file(directory.join(name)).unwrap();
     }
     assert_eq!(ready(&server).await.0, 200);
-    wait_for("it is told", &server, async || server.log().contains("the host's disk has room again")).await;
+    wait_for_log(&server, "the host's disk has room again").await;
     server.tool(&first, "write", json!({ "file_path": "large", "content": large })).await.ok();
-    let changed = |what: &str| format!("/api/v1/agent/workspaces/{first}/{what}");
-    server.request("POST", &changed("stop"), None).await.ok();
-    server.request("POST", &changed("resume"), None).await.ok();
+    server.act(&first, "stop").await;
+    server.act(&first, "resume").await;
     assert_eq!(server.bash(&first, "cat mark; wc -c < large").await, "mine\n20971520\n");
     server.destroy(&first).await;
     server.stop();
 }
 
-/// The disk is full at another step each time: of create, write, snapshot, stop, resume and destroy. Each step is done or says that
-/// there is no room, and leaves nothing that a later one trips over.
+/// Calls create, write, snapshot, stop, resume and destroy with different amounts of free space. Each call succeeds or is refused
+/// for lack of space, and leaves nothing that makes a later call fail.
 #[tokio::test]
-async fn whatever_room_is_left_each_step_is_done_or_refused() {
+async fn each_call_succeeds_or_is_refused_at_every_level_of_free_space() {
     let (server, _images) = on_small_disk(600, &[("WORKSPACE_MIN_FREE_DISK", "32M")]).await;
     let directory = server.data_dir().to_owned();
     let id = marked(&server, "gvisor").await;
     let path = |what: &str| format!("/api/v1/agent/workspaces/{id}/{what}");
-    let done_or_refused = |step: &str, left: u64, answer: emergent_test_support::server::Answer| {
-        let is_done = (200..300).contains(&answer.status);
-        if !is_done {
+    // Whether the call succeeded.
+    let succeeded = |step: &str, left: u64, answer: Answer| {
+        let is_success = (200..300).contains(&answer.status);
+        if !is_success {
             let code = answer.body["error"]["code"].as_str().unwrap_or_default();
             assert!(
                 ["host_disk_full", "disk_full", "unavailable"].contains(&code),
                 "{step} with {left} MiB: {answer:?}"
             );
         }
-        is_done
+        is_success
     };
     for left in [0, 1, 5, 20, 32, 33, 36, 40, 60, 150] {
         fill(&directory, "filler", left);
-        let asked =
+        let request =
             json!({ "provider": "gvisor", "network": "isolated", "resource_limits": { "disk": "128M" } });
-        let created = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+        let created = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
         let new = created.body["id"].as_str().map(str::to_owned);
-        if done_or_refused("create", left, created) {
+        if succeeded("create", left, created) {
             let new = new.unwrap();
             server.request("DELETE", &format!("/api/v1/agent/workspaces/{new}"), None).await.ok();
         }
         let content = "x".repeat(6 << 20);
         let written = server.tool(&id, "write", json!({ "file_path": "large", "content": content })).await;
-        let is_written = done_or_refused("write", left, written);
+        let is_written = succeeded("write", left, written);
         let copied = server.request("POST", &path("snapshot"), Some(json!({}))).await;
         let copy = copied.body["id"].as_str().map(str::to_owned);
-        if done_or_refused("snapshot", left, copied) {
+        if succeeded("snapshot", left, copied) {
             let copy = format!("/api/v1/agent/workspaces/snapshots/{}", copy.unwrap());
             server.request("DELETE", &copy, None).await.ok();
         }
-        done_or_refused("stop", left, server.request("POST", &path("stop"), None).await);
-        done_or_refused("resume", left, server.request("POST", &path("resume"), None).await);
+        succeeded("stop", left, server.request("POST", &path("stop"), None).await);
+        succeeded("resume", left, server.request("POST", &path("resume"), None).await);
         std::fs::remove_file(directory.join("filler")).unwrap();
-        wait_for("it is ready again", &server, async || {
+        wait_until("the workspace is ready again", LIMIT, async || {
             let _ = server.request("POST", &path("resume"), None).await;
-            workspace(&server, &id).await["status"] == "ready"
+            has_status(&server, &id, "ready").await
         })
         .await;
         assert_eq!(server.bash(&id, "cat mark").await, "mine\n", "with {left} MiB");
@@ -198,7 +197,7 @@ async fn whatever_room_is_left_each_step_is_done_or_refused() {
 }
 
 #[tokio::test]
-async fn who_fills_the_disk_is_stopped_and_its_neighbours_are_not() {
+async fn only_the_workspace_that_fills_the_disk_is_stopped() {
     let (server, _images) = on_small_disk(900, &[]).await;
     let directory = server.data_dir().to_owned();
     for provider in ["gvisor", "docker"] {
@@ -207,15 +206,15 @@ async fn who_fills_the_disk_is_stopped_and_its_neighbours_are_not() {
         let command = "while true; do dd if=/dev/zero of=big bs=1M count=100 conv=fsync,notrunc; done";
         let call = server.tool(&writer, "bash", json!({ "command": command, "timeout_ms": 60_000 })).await;
         assert_eq!(call.error(502), "sandbox_lost");
-        wait_for("it is stopped", &server, async || workspace(&server, &writer).await["status"] == "stopped")
+        wait_until("the writer is stopped", LIMIT, async || has_status(&server, &writer, "stopped").await)
             .await;
-        let stopped = workspace(&server, &writer).await;
+        let stopped = server.workspace(&writer).await;
         let why = stopped["metadata"]["last_stop"]["reason"].as_str().unwrap();
         assert!(why.contains("the host's disk is full and the workspace went on writing"), "{why}");
         assert_eq!(server.bash(&neighbour, "cat mark; touch mark && echo ok").await, "mine\nok\n");
-        assert_eq!(workspace(&server, &neighbour).await["status"], "ready");
+        assert!(has_status(&server, &neighbour, "ready").await);
         std::fs::remove_file(directory.join("filler")).unwrap();
-        server.request("POST", &format!("/api/v1/agent/workspaces/{writer}/resume"), None).await.ok();
+        server.act(&writer, "resume").await;
         assert_eq!(server.bash(&writer, "rm -f big; cat mark; echo ok > new && cat new").await, "mine\nok\n");
         server.destroy(&writer).await;
         server.destroy(&neighbour).await;
@@ -224,12 +223,12 @@ async fn who_fills_the_disk_is_stopped_and_its_neighbours_are_not() {
 }
 
 #[tokio::test]
-async fn disks_whose_bytes_are_set_aside_can_be_filled_on_a_full_host() {
+async fn preallocated_disks_can_be_filled_on_a_full_host() {
     let (server, _images) = on_small_disk(600, &[("WORKSPACE_DISK_OVERCOMMIT", "1")]).await;
     let directory = server.data_dir().to_owned();
     let (first, second) = (marked(&server, "gvisor").await, marked(&server, "docker").await);
-    let asked = json!({ "provider": "docker", "resource_limits": { "disk": "400M" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
+    let request = json!({ "provider": "docker", "resource_limits": { "disk": "400M" } });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     fill(&directory, "filler", 1);
     let command = "for round in 1 2; do head -c 60000000 /dev/zero > big; sync big && wc -c < big; rm big; sync .; sleep 1; done";
@@ -244,20 +243,17 @@ async fn disks_whose_bytes_are_set_aside_can_be_filled_on_a_full_host() {
     server.stop();
 }
 
-/// The file system says of itself that it has errors, as after a write that the host's disk had no room for.
+/// The test sets the error flag of the file system, which is also set after a write that failed for lack of space on the host.
 #[tokio::test]
-async fn a_disk_with_errors_is_mended_before_it_is_used() {
+async fn disk_with_errors_is_repaired_before_it_is_mounted() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let id = marked(&server, provider).await;
-        let change = async |what: &str| {
-            server.request("POST", &format!("/api/v1/agent/workspaces/{id}/{what}"), None).await.ok()
-        };
-        change("stop").await;
+        server.act(&id, "stop").await;
         let image = server.data_dir().join(format!("disks/{id}.img"));
         let file = std::fs::OpenOptions::new().write(true).open(image).unwrap();
         file.write_all_at(&[2, 0], 1024 + 0x3A).unwrap();
-        let resumed = change("resume").await;
+        let resumed = server.act(&id, "resume").await;
         let mended = resumed["metadata"]["disk_mended"]["result"].as_str().unwrap().to_owned();
         assert!(mended.contains("its disk had errors, which were mended"), "{mended}");
         assert_eq!(server.bash(&id, "cat mark; echo ok > new && cat new").await, "mine\nok\n");

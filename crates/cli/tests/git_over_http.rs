@@ -1,5 +1,6 @@
-//! Repositories behind a real git server that is reached as any server on the internet is.
-#![allow(clippy::unwrap_used, reason = "a test that fails shall say where")]
+//! Repositories on a real git server, which workspaces reach like an external server.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use emergent_test_support::git_server::GitServer;
 use emergent_test_support::internet::Internet;
@@ -15,7 +16,7 @@ async fn git(server: &TestServer, id: &str, request: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_repository_is_checked_out_before_the_workspace_is_ready_and_work_goes_back() {
+async fn repository_is_cloned_before_ready_and_commits_are_pushed_and_pulled() {
     let internet = Internet::start();
     let repository = GitServer::start(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
@@ -50,26 +51,26 @@ async fn a_repository_is_checked_out_before_the_workspace_is_ready_and_work_goes
     assert_eq!(pushed, "Emergent Agent <agent@emergent.local> Return two\n");
     assert_eq!(repository.git(&["show", "two:src/lib.rs"]), FILES[1].1.replace("    1", "    2"));
 
-    // Somebody else's work comes in.
+    // A commit of another author is pulled.
     repository.git(&["update-ref", "refs/heads/main", "refs/heads/two"]);
     git(&server, id, json!({ "action": "checkout", "branch": "main" })).await;
     git(&server, id, json!({ "action": "pull" })).await;
     assert!(server.bash(id, "cat src/lib.rs").await.contains("    2\n"));
 
-    // An identity that the repository has is kept.
+    // The identity in the repository's configuration is used.
     server.bash(id, "git config user.name Ann && git config user.email ann@example.com && touch new").await;
     let made = git(&server, id, json!({ "action": "commit", "message": "Add a file" })).await;
     assert_eq!(made["commits"][0]["author_email"], "ann@example.com", "{made}");
     let committer = server.bash(id, "git log -1 --format='%cn <%ce>'").await;
     assert_eq!(committer, "Ann <ann@example.com>\n");
 
-    // What is refused says why, and costs nothing.
+    // A refused clone has a reason and leaves no directory.
     repository.git(&["config", "receive.denyDeletes", "true"]);
     repository.git(&["config", "core.hooksPath", "/nonexistent"]);
     let other =
         json!({ "action": "clone", "repository_url": format!("{}x", repository.url()), "path": "other" });
     let refused = server.tool(id, "git", other).await;
-    assert!(refused.body["error"]["message"].as_str().unwrap().contains("not found"), "{refused:?}");
+    assert!(refused.message().contains("not found"), "{refused:?}");
     assert_eq!(refused.error(422), "git_failed");
     server.bash(id, "test ! -e other").await;
     server.destroy(id).await;
@@ -77,7 +78,7 @@ async fn a_repository_is_checked_out_before_the_workspace_is_ready_and_work_goes
 }
 
 #[tokio::test]
-async fn a_repository_that_wants_credentials_leaves_an_empty_workspace_that_says_so() {
+async fn private_repository_leaves_an_empty_workspace_with_a_warning() {
     let internet = Internet::start();
     let repository = GitServer::start_private(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
@@ -98,7 +99,7 @@ async fn a_repository_that_wants_credentials_leaves_an_empty_workspace_that_says
 }
 
 #[tokio::test]
-async fn a_repository_that_is_not_there_fails_the_creation_and_leaves_nothing() {
+async fn missing_repository_or_branch_fails_the_create() {
     let internet = Internet::start();
     let repository = GitServer::start(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
@@ -107,7 +108,7 @@ async fn a_repository_that_is_not_there_fails_the_creation_and_leaves_nothing() 
         json!({ "repository_url": repository.url(), "branch": "no-such-branch" }),
     ] {
         let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
-        assert!(refused.body["error"]["message"].as_str().unwrap().contains("not found"), "{refused:?}");
+        assert!(refused.message().contains("not found"), "{refused:?}");
         assert_eq!(refused.error(422), "git_failed");
     }
     let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
@@ -116,7 +117,7 @@ async fn a_repository_that_is_not_there_fails_the_creation_and_leaves_nothing() 
 }
 
 #[tokio::test]
-async fn a_workspace_reaches_the_internet_and_not_the_host() {
+async fn workspace_reaches_the_internet_but_not_the_host() {
     let internet = Internet::start();
     let repository = GitServer::start(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
@@ -124,7 +125,7 @@ async fn a_workspace_reaches_the_internet_and_not_the_host() {
     let reach = |url: &str| format!("git ls-remote {url} 2>&1 | tail -1");
     let outside = server.bash(&id, &reach(&repository.url())).await;
     assert!(outside.contains("refs/heads/main"), "{outside}");
-    // The host's end of the link to the server outside, and the server itself on any address of the host.
+    // The host's address on the link to the git server, and the gateway of the workspace.
     let port = server.url.rsplit(':').next().unwrap();
     let near = std::net::Ipv4Addr::from_bits(internet.address.to_bits() - 1);
     for host in [near.to_string(), "$(ip route | sed -n 's/default via \\([0-9.]*\\).*/\\1/p')".to_owned()] {

@@ -1,16 +1,17 @@
-//! The scenarios of the gVisor provider's requirements, each as a test named after its title.
+//! The scenarios in the requirements of the gVisor provider. Each is a test with the title of its scenario as name.
 //!
-//! They run against the real server, the real Docker engine and the real gVisor runtime.
+//! The tests use a real server, a real Docker engine and the real gVisor runtime.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::process::Command;
 
+use emergent_test_support::command::run;
 use emergent_test_support::engine::TestEngine;
 use emergent_test_support::internet::Internet;
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::McpClient;
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -39,7 +40,7 @@ async fn create_gvisor_container_with_default_configuration() {
     assert_eq!(container["HostConfig"]["CapDrop"], json!(["ALL"]));
     assert_eq!(container["HostConfig"]["SecurityOpt"], json!(["no-new-privileges"]));
     assert_eq!(container["Config"]["Labels"]["emergent.installation"], json!(server.installation()));
-    // The kernel that answers is gVisor's, not the host's.
+    // The workspace runs on gVisor's kernel, not on the host's.
     let kernel = server.bash(id, "uname -r; dmesg").await;
     assert!(kernel.contains("gVisor"), "{kernel}");
     assert_ne!(kernel.lines().next().unwrap(), run("uname", &["-r"]).trim());
@@ -52,16 +53,13 @@ async fn gvisor_runtime_not_installed() {
     let engine = TestEngine::start("{}");
     let host = engine.host();
     let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
-    let asked = json!({ "provider": "gvisor" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
-    assert!(
-        refused.body["error"]["message"].as_str().unwrap().contains("gVisor runtime not available"),
-        "{refused:?}"
-    );
+    let request = json!({ "provider": "gvisor" });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+    assert!(refused.message().contains("gVisor runtime not available"), "{refused:?}");
     assert_eq!(refused.error(503), "unavailable");
-    // With `auto` the next provider would be tried: there is none, and each is named with its reason.
+    // With `auto` no other provider can be used. The error names each with its reason.
     let refused = server.request("POST", "/api/v1/agent/workspaces", Some(json!({}))).await;
-    let message = refused.body["error"]["message"].as_str().unwrap().to_owned();
+    let message = refused.message().to_owned();
     for part in ["firecracker: ", "gvisor: gVisor runtime not available", "docker: "] {
         assert!(message.contains(part), "{message}");
     }
@@ -79,27 +77,24 @@ async fn gvisor_runtime_installed_but_broken() {
     engine.import_empty_image("emergent/workspace:latest");
     let host = engine.host();
     let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
-    let asked = json!({ "provider": "gvisor", "network": "isolated" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await;
-    assert!(
-        refused.body["error"]["message"].as_str().unwrap().contains("gVisor runtime not available"),
-        "{refused:?}"
-    );
+    let request = json!({ "provider": "gvisor", "network": "isolated" });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+    assert!(refused.message().contains("gVisor runtime not available"), "{refused:?}");
     assert!((500..600).contains(&refused.status));
 }
 
 #[tokio::test]
 async fn fallback_to_standard_docker_runtime() {
-    // Refused unless the configuration allows it.
+    // Without `allow_docker` the provider is refused.
     let server = TestServer::start_with(BINARY, &[]).await;
-    let asked = json!({ "provider": "docker" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(asked.clone())).await;
-    assert!(refused.body["error"]["message"].as_str().unwrap().contains("allow_docker"), "{refused:?}");
+    let request = json!({ "provider": "docker" });
+    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request.clone())).await;
+    assert!(refused.message().contains("allow_docker"), "{refused:?}");
     refused.error(422);
     server.stop();
-    // Allowed: it works, and warns in the answer, the metadata and the log.
+    // With `allow_docker` it works, with a warning in the answer, the metadata and the log.
     let server = TestServer::start(BINARY).await;
-    let created = server.request("POST", "/api/v1/agent/workspaces", Some(asked)).await.ok();
+    let created = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await.ok();
     let id = created["id"].as_str().unwrap();
     let warnings = created["metadata"]["warnings"].to_string();
     assert!(warnings.contains("reduced isolation"), "{created}");
@@ -121,7 +116,7 @@ async fn execute_bash_command_via_docker_exec() {
         (&answer["stdout"], &answer["stderr"], &answer["exit_code"]),
         (&json!("out\n"), &json!("err\n"), &json!(7))
     );
-    // One channel serves all calls: no exec is started for a call.
+    // All calls use one channel. No call starts an exec.
     for _ in 0..5 {
         server.bash(&id, "true").await;
     }
@@ -233,7 +228,7 @@ async fn disk_quota_via_docker_volume() {
     let full = server.tool(id, "bash", json!({ "command": "head -c 100M /dev/zero > big" })).await.ok();
     assert_ne!(full["exit_code"], 0);
     assert!(full["stderr"].as_str().unwrap().contains("No space left on device"), "{full}");
-    // Tools say so too, reading goes on, and removing makes room again.
+    // The write tool is refused, the read tool works, and a removal frees space.
     let content = "x".repeat(1 << 20);
     let refused = server.tool(id, "write", json!({ "file_path": "more", "content": content })).await;
     assert_eq!(refused.error(422), "disk_full");
@@ -247,7 +242,7 @@ async fn disk_quota_via_docker_volume() {
 
 #[tokio::test]
 async fn linux_without_kvm() {
-    // gVisor needs no KVM: the runtime's arguments ask for none, and a workspace works all the same.
+    // gVisor works without KVM, and the runtime's arguments don't ask for it.
     let server = TestServer::start(BINARY).await;
     let info: Value =
         serde_json::from_str(&run("docker", &["info", "--format", "{{json .Runtimes}}"])).unwrap();
@@ -258,7 +253,7 @@ async fn linux_without_kvm() {
         server.bash(id, "ls /dev/kvm 2>&1 || true").await,
         "ls: cannot access '/dev/kvm': No such file or directory\n"
     );
-    // The answer says that KVM-based Firecracker was not to be had.
+    // The answer names Firecracker, which needs KVM, as rejected.
     let rejected = created["placement"]["rejected"].to_string();
     assert!(rejected.contains("firecracker"), "{created}");
     server.destroy(id).await;
@@ -267,8 +262,8 @@ async fn linux_without_kvm() {
 
 #[tokio::test]
 async fn mcp_server_with_gvisor_networking() {
-    // The server reaches it through its channel; other containers do not, though it listens on all its addresses; and what
-    // runs in it reaches neither others, nor the host, nor private networks.
+    // The MCP server listens on all its addresses. Clients reach it through its channel, but workspaces don't reach it. Workspaces
+    // reach neither the host nor private networks.
     let server = TestServer::start(BINARY).await;
     let command = json!(["mcp-fixture", "--http", "0.0.0.0:8000"]);
     let request = json!({ "name": "listening", "command": command, "stdio_bridge": false, "port": 8000 });
@@ -283,7 +278,7 @@ async fn mcp_server_with_gvisor_networking() {
         network.as_object().unwrap().values().next().unwrap()["Gateway"].as_str().unwrap().to_owned();
     let client = McpClient::open(&server, &format!("{SERVERS}/listening/mcp")).await;
     assert_eq!(client.text(1, "echo", json!({ "text": "reached" })).await, "reached");
-    // A port of the host, on the bridge's own address and on a public one.
+    // A port on all addresses of the host.
     let listener = std::net::TcpListener::bind("0.0.0.0:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     for (host, port) in [
@@ -300,7 +295,7 @@ async fn mcp_server_with_gvisor_networking() {
     server.stop();
 }
 
-/// A command that says whether somebody can be reached.
+/// A command that prints whether a connection is `open` or `closed`.
 fn probe(host: &str, port: u16) -> String {
     format!(
         "python3 - <<'END'\nimport socket\ntry:\n    socket.create_connection(('{host}', {port}), 3); print('open')\n\
@@ -309,8 +304,8 @@ fn probe(host: &str, port: u16) -> String {
 }
 
 #[tokio::test]
-async fn what_gets_past_the_engines_chains_is_dropped() {
-    // Whenever any network is made, the engine takes the jump to its users' chain out for a moment.
+async fn egress_stays_blocked_while_docker_rewrites_its_chains() {
+    // The engine removes the jump to DOCKER-USER for a moment whenever a network is made.
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let neighbour = Internet::start_private();
@@ -318,22 +313,22 @@ async fn what_gets_past_the_engines_chains_is_dropped() {
     let ask = probe(&neighbour.address.to_string(), listener.local_addr().unwrap().port());
     assert_eq!(server.bash(&id, &ask).await, "closed\n");
     let bridge = format!("em-{}", &server.installation().replace('-', "")[22..]);
-    let take_out = |table: &str, parent: &str| {
+    let remove_jump = |table: &str, parent: &str| {
         let rule = ["-D", parent, "-i", &bridge, "-j", &format!("{bridge}-fwd")];
-        let taken = Command::new("iptables").args(["-w", "10", "-t", table]).args(rule).status().unwrap();
-        taken.success()
+        let removed = Command::new("iptables").args(["-w", "10", "-t", table]).args(rule).status().unwrap();
+        removed.success()
     };
-    assert!(take_out("filter", "DOCKER-USER"));
+    assert!(remove_jump("filter", "DOCKER-USER"));
     assert_eq!(server.bash(&id, &ask).await, "closed\n");
-    // It is not closed for another reason.
-    assert!(take_out("security", "FORWARD") || take_out("mangle", "FORWARD"));
+    // Without both jumps the connection is open, so the rules are the reason that it was closed.
+    assert!(remove_jump("security", "FORWARD") || remove_jump("mangle", "FORWARD"));
     assert_eq!(server.bash(&id, &ask).await, "open\n");
     server.destroy(&id).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn an_isolated_workspace_has_no_network_and_a_working_channel() {
+async fn isolated_workspace_has_only_loopback_and_a_working_channel() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
     let seen = server.bash(&id, "cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' '").await;

@@ -1,20 +1,21 @@
 //! A guest that attacks the host, the server and its neighbours, on every provider.
 //!
-//! Each attempt runs as root inside a workspace. What counts is seen from outside: the host's files by their hash, the
-//! neighbour's files, and new workspaces, which start as before.
+//! Each attack runs as root in a workspace. The tests check its effects from outside: the hashes of files of the host, the files of
+//! a neighbour, and the start of new workspaces.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use emergent_test_support::command::run;
 use emergent_test_support::microvm::Microvms;
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::TestServer;
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// A script that tries to change the guest agent's binaries, which other sandboxes run too.
+/// A script that tries to change the binaries of the guest agent, which all sandboxes share.
 const REWRITE_AGENT: &str = r#"
 attack() {
     for file in guest search; do
@@ -42,7 +43,7 @@ for device in /dev/loop* /dev/sd* /dev/vd* /dev/dm-*; do dd if=/dev/zero of=$dev
 true
 "#;
 
-/// The hash of each file below a directory, with its mode and owner.
+/// The hash, mode and owner of each file below a directory.
 fn fingerprints(directory: &Path) -> BTreeMap<String, String> {
     let text = run("find", &[&directory.to_string_lossy(), "-type", "f", "-o", "-type", "l"]);
     let each = text.lines().map(|path| {
@@ -54,12 +55,12 @@ fn fingerprints(directory: &Path) -> BTreeMap<String, String> {
 }
 
 /// Fingerprints of host files that no guest may change.
-struct Outside {
+struct HostFiles {
     files: BTreeMap<String, String>,
 }
 
-impl Outside {
-    fn look(server: &TestServer) -> Self {
+impl HostFiles {
+    fn read(server: &TestServer) -> Self {
         let mut files = BTreeMap::new();
         for directory in [server.data_dir().join("guest"), "/etc/docker".into()] {
             files.extend(fingerprints(&directory));
@@ -71,31 +72,31 @@ impl Outside {
             }
         }
         files.extend(fingerprints(Path::new("/etc/passwd")));
-        // The server's own link to the image's device comes and goes with the containers that use it.
+        // The server makes and removes the link to the image's device with the containers that use it.
         files.retain(|path, _| !path.ends_with(".dev"));
         Self { files }
     }
 
     #[track_caller]
     fn assert_unchanged(&self, server: &TestServer, attempt: &str) {
-        assert_eq!(Self::look(server).files, self.files, "after {attempt}");
+        assert_eq!(Self::read(server).files, self.files, "after {attempt}");
     }
 }
 
-/// Runs the attempts against the agent's binaries on one provider.
-async fn the_guest_agent_cannot_be_rewritten(server: &mut TestServer, request: serde_json::Value) {
+/// Attacks the binaries of the guest agent on one provider.
+async fn guest_cannot_rewrite_the_agent(server: &mut TestServer, request: serde_json::Value) {
     let neighbour = server.create_marked(request.clone()).await;
     let attacker = server.create_marked(request.clone()).await;
-    let outside = Outside::look(server);
-    let asked = json!({ "command": REWRITE_AGENT, "timeout_ms": 120_000 });
-    server.tool(&attacker, "bash", asked).await.ok();
-    outside.assert_unchanged(server, "rewriting the agent");
+    let host_files = HostFiles::read(server);
+    let body = json!({ "command": REWRITE_AGENT, "timeout_ms": 120_000 });
+    server.tool(&attacker, "bash", body).await.ok();
+    host_files.assert_unchanged(server, "rewriting the agent");
     server.assert_works(&neighbour).await;
     let later = server.create_marked(request.clone()).await;
     server.assert_works(&later).await;
     server.kill();
     server.start_again().await;
-    outside.assert_unchanged(server, "a restart of the server");
+    host_files.assert_unchanged(server, "a restart of the server");
     server.assert_works(&neighbour).await;
     let after_restart = server.create_marked(request).await;
     server.assert_works(&after_restart).await;
@@ -105,34 +106,34 @@ async fn the_guest_agent_cannot_be_rewritten(server: &mut TestServer, request: s
 }
 
 #[tokio::test]
-async fn a_gvisor_guest_cannot_rewrite_the_agent() {
+async fn gvisor_guest_cannot_rewrite_the_agent() {
     let mut server = TestServer::start(BINARY).await;
     let request = json!({ "provider": "gvisor", "network": "isolated" });
-    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    guest_cannot_rewrite_the_agent(&mut server, request).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn a_docker_guest_cannot_rewrite_the_agent() {
+async fn docker_guest_cannot_rewrite_the_agent() {
     let mut server = TestServer::start(BINARY).await;
     let request = json!({ "provider": "docker", "network": "isolated" });
-    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    guest_cannot_rewrite_the_agent(&mut server, request).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn a_microvm_guest_cannot_rewrite_the_agent_of_others() {
+async fn microvm_guest_cannot_rewrite_the_agent_of_others() {
     let microvms = Microvms::find(BINARY);
     let mut server = microvms.start(BINARY, &[]).await;
     let mut request = microvms.small();
     request["network"] = json!("isolated");
-    the_guest_agent_cannot_be_rewritten(&mut server, request).await;
+    guest_cannot_rewrite_the_agent(&mut server, request).await;
     server.stop();
 }
 
-/// An upgrade of an installation in which a guest had replaced the agent.
+/// An older version shared the binaries as a directory, in which a guest could replace the agent.
 #[tokio::test]
-async fn an_installation_of_an_older_version_is_checked_and_healed_at_the_start() {
+async fn start_replaces_altered_agent_binaries_of_an_older_version() {
     let mut server = TestServer::start(BINARY).await;
     server.terminate();
     let victim = server.data_dir().join("victim");
@@ -144,7 +145,7 @@ async fn an_installation_of_an_older_version_is_checked_and_healed_at_the_start(
     for n in 1..2000 {
         std::os::unix::fs::symlink(&victim, shared.join(format!(".guest-{n}"))).unwrap();
     }
-    // A container of the older version keeps the directory in use.
+    // A container of the older version uses the directory.
     let label = format!("emergent.installation={}", server.installation());
     let bind = format!("{}:/.emergent:ro", shared.display());
     let image = "emergent/workspace:latest";
@@ -157,11 +158,11 @@ async fn an_installation_of_an_older_version_is_checked_and_healed_at_the_start(
     assert_eq!(std::fs::read_to_string(&victim).unwrap(), "untouched");
     assert_ne!(std::fs::read(shared.join("guest")).unwrap(), b"trojan");
     assert!(!shared.join(".guest-1").exists());
-    assert!(std::fs::write(shared.join("guest"), "trojan again").is_err(), "it is immutable");
+    assert!(std::fs::write(shared.join("guest"), "trojan again").is_err(), "the binary is not immutable");
     server.terminate();
     run("docker", &["rm", container.trim()]);
     server.start_again().await;
-    assert!(!shared.exists(), "nothing uses it any more");
+    assert!(!shared.exists(), "the unused directory is not removed");
     server.stop();
 }
 
@@ -176,14 +177,14 @@ async fn files_of_the_data_directory_are_private() {
         "find",
         &[&directory, "-mindepth", "1", "-perm", "/077", "!", "-type", "l", "!", "-name", "test.log"],
     );
-    assert_eq!(open, "", "others may use these");
+    assert_eq!(open, "", "other users may access these files");
     let copy = format!("/api/v1/agent/workspaces/snapshots/{}", made["id"].as_str().unwrap());
     server.request("DELETE", &copy, None).await.ok();
     server.destroy(&id).await;
     server.stop();
 }
 
-/// A fork bomb is contained: its own workspace and its neighbour answer, and it can be destroyed while it rages.
+/// Asserts that the workspace of a fork bomb and its neighbour answer, and that the workspace can be destroyed while the bomb runs.
 async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Value) {
     let neighbour = server.create_marked(request.clone()).await;
     let mut small = request.clone();
@@ -199,17 +200,17 @@ async fn fork_bombs_are_contained(server: &TestServer, request: serde_json::Valu
         assert_eq!(answer.error(502), "sandbox_lost");
     }
     server.wait_until_it_works(&bombed).await;
-    // One that hides from its command, and is never waited for.
+    // A bomb that leaves the session of its command.
     let hidden = ":(){ :|:& };: & setsid env -i bash -c ':(){ :|:& };:' &";
     server.tool(&bombed, "bash", json!({ "command": hidden, "background": true })).await.ok();
     server.assert_works(&neighbour).await;
     server.wait_until_it_works(&bombed).await;
     server.destroy_in_time(&bombed).await;
-    // While it rages.
-    let raging = server.create_marked(small).await;
-    let asked = json!({ "command": bomb["command"], "background": true });
-    server.tool(&raging, "bash", asked).await.ok();
-    server.destroy_in_time(&raging).await;
+    // A destroy while the bomb runs.
+    let bombed_again = server.create_marked(small).await;
+    let body = json!({ "command": bomb["command"], "background": true });
+    server.tool(&bombed_again, "bash", body).await.ok();
+    server.destroy_in_time(&bombed_again).await;
     server.assert_works(&neighbour).await;
     server.destroy(&neighbour).await;
 }
@@ -229,7 +230,7 @@ async fn fork_bombs_in_plain_containers_are_contained() {
 }
 
 #[tokio::test]
-async fn processes_that_shed_their_command_end_with_its_time_out() {
+async fn processes_that_left_their_session_end_at_the_commands_time_out() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let id = server.create(json!({ "provider": provider, "network": "isolated" })).await;
@@ -244,9 +245,9 @@ async fn processes_that_shed_their_command_end_with_its_time_out() {
     server.stop();
 }
 
-/// gVisor lets a guest stop the first process of its sandbox, which is the agent.
+/// gVisor lets a guest stop process 1 of its sandbox, which is the agent.
 #[tokio::test]
-async fn a_sandbox_whose_agent_was_stopped_is_started_again() {
+async fn sandbox_with_a_stopped_agent_is_restarted() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let id = server.create_marked(json!({ "provider": provider, "network": "isolated" })).await;
@@ -264,8 +265,7 @@ async fn a_sandbox_whose_agent_was_stopped_is_started_again() {
     server.stop();
 }
 
-/// Files outside `/workspace` are in the engine's own directory, which no quota holds: of ordinary files, and of one that has no
-/// name any more.
+/// Files outside `/workspace` are in the engine's directory, which has no quota. The server limits them, also files without a name.
 #[tokio::test]
 async fn files_outside_the_workspace_are_limited() {
     let server = TestServer::start(BINARY).await;
@@ -275,15 +275,15 @@ async fn files_outside_the_workspace_are_limited() {
         });
         let neighbour = server.create_marked(request.clone()).await;
         let filler = server.create_marked(request).await;
-        // gVisor keeps the names of files in its memory.
+        // Many small files are tested on plain containers only, because gVisor keeps the names in its memory.
         let many = "mkdir /var/many; cd /var/many; python3 -c 'for n in range(10**7): open(str(n), \"w\")'";
         for command in [
             if provider == "docker" { many } else { "head -c 30000000000 /dev/zero > /var/big" },
             "exec 3> /var/big; rm /var/big; head -c 30000000000 /dev/zero >&3",
             "setsid env -i bash -c 'head -c 30000000000 /dev/zero > /var/big' & sleep 100",
         ] {
-            let asked = json!({ "command": command, "timeout_ms": 100_000 });
-            let call = server.tool(&filler, "bash", asked).await;
+            let body = json!({ "command": command, "timeout_ms": 100_000 });
+            let call = server.tool(&filler, "bash", body).await;
             assert!(
                 call.body.to_string().contains("files outside /workspace took more than 256 MiB"),
                 "{}",

@@ -1,17 +1,18 @@
-//! A guest that uses up what there is, looks for the secrets of others, and does not want to end, on every provider.
+//! A guest that exhausts resources, looks for secrets of others, and ignores signals to end, on every provider.
 //!
-//! Each check is made from outside: a neighbour works all the while, the server takes no more memory and files than before, and
-//! after destroy nothing of the guest is left.
+//! All checks are made from outside: a neighbour works all the time, the server takes no more memory and files than before, and
+//! nothing of the guest is left after destroy.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use emergent_test_support::command::run;
 use emergent_test_support::microvm::Microvms;
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::TestServer;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// Attempts to use up something. Each ends by itself, or with its time-out.
+/// Attempts to exhaust a resource. Each ends by itself, or at its time-out.
 const EXHAUST: [(&str, &str); 9] = [
     ("memory", "python3 -c 'all = []\nwhile True: all.append(bytearray(1 << 20))'"),
     (
@@ -44,23 +45,23 @@ async fn shared_resources_cannot_be_exhausted(server: &TestServer, request: Valu
     let attacker = server.create_marked(request.clone()).await;
     let (memory, files, log) = (server.memory_bytes(), server.open_files(), server.log().len());
     for (what, command) in EXHAUST {
-        let asked = json!({ "command": command, "timeout_ms": 8000 });
-        let attempt = server.tool(&attacker, "bash", asked);
+        let body = json!({ "command": command, "timeout_ms": 8000 });
+        let attempt = server.tool(&attacker, "bash", body);
         let meanwhile = async {
             for _ in 0..3 {
                 server.assert_works(&neighbour).await;
             }
         };
         let (answer, ()) = tokio::join!(attempt, meanwhile);
-        // It is ended, or its sandbox is: either is told.
+        // The command is ended, or its sandbox is. Both are reported.
         assert!(answer.status == 200 || answer.body["error"]["code"] == "sandbox_lost", "{what}: {answer:?}");
-        // Files in memory count as memory: what is left of them would be in the way of the next attempt.
+        // Files in memory count as memory, and would disturb the next attempt.
         let clean = "cd /workspace; rm -rf /dev/shm/* /tmp/* many big";
         server.tool(&attacker, "bash", json!({ "command": clean })).await;
         server.wait_until_it_works(&attacker).await;
         server.assert_works(&neighbour).await;
     }
-    // The channel: output faster than anybody takes it, and more than is kept.
+    // The channel: output that is faster than its reader, and longer than the kept output.
     let flood = json!({ "command": "yes | head -c 2G", "timeout_ms": 20_000 });
     let (first, second) =
         tokio::join!(server.tool(&attacker, "bash", flood.clone()), server.tool(&attacker, "bash", flood));
@@ -77,7 +78,7 @@ async fn shared_resources_cannot_be_exhausted(server: &TestServer, request: Valu
     server.assert_works(&neighbour).await;
     server.assert_works(&attacker).await;
     drop(stream);
-    // The agent's own socket, where a guest finds one.
+    // The agent's socket, on providers where a guest sees it.
     let connect = "python3 - <<'END'\nimport socket, time\nall = []\nfor line in open('/proc/net/unix').read().splitlines()[1:]:\n    \
                    path = line.split()[-1]\n    for n in range(2000):\n        one = socket.socket(socket.AF_UNIX)\n        \
                    one.settimeout(1)\n        try:\n            one.connect(path.replace('@', chr(0), 1))\n            \
@@ -86,7 +87,7 @@ async fn shared_resources_cannot_be_exhausted(server: &TestServer, request: Valu
     assert!(answer.status == 200 || answer.body["error"]["code"] == "sandbox_lost", "{answer:?}");
     server.wait_until_it_works(&attacker).await;
     server.assert_works(&neighbour).await;
-    // Measured: at most 3 MiB, 4 files and 8 KiB of log.
+    // The measured growth is at most 3 MiB, 4 files and 8 KiB of log.
     let (more_memory, more_files) = (server.memory_bytes().saturating_sub(memory), server.open_files());
     assert!(more_memory < 32 << 20, "the server took {} MiB more", more_memory >> 20);
     let more_log = server.log().len() - log;
@@ -97,7 +98,7 @@ async fn shared_resources_cannot_be_exhausted(server: &TestServer, request: Valu
     server.destroy(&neighbour).await;
 }
 
-/// Looks for a secret of a neighbour. The pattern does not match itself.
+/// Looks for a secret of a neighbour. The pattern does not match its own text.
 const SNOOP: &str = r#"
 pattern='open-sesame-471[1]'
 found() { grep -a -q "$pattern" && echo "FOUND in $1"; }
@@ -121,7 +122,7 @@ ls -d /sys/fs/cgroup/../../../../var/lib/docker 2>/dev/null && echo "FOUND the e
 true
 "#;
 
-/// Writes to every block device. A microVM may: all that it has are its own.
+/// Writes to every block device. A microVM may do this, because it has only devices of its own.
 const WRITE_DEVICES: &str = r"
 for device in /dev/loop* /dev/sd* /dev/vd* /dev/dm-* /tmp/loop* /tmp/disk-*; do
     test -b $device || continue
@@ -140,18 +141,18 @@ async fn secrets_of_others_cannot_be_read(server: &TestServer, request: Value) {
     server.bash(&neighbour, "cp secret /var/tmp/secret; sync secret").await;
     let holds_it =
         format!("exec -a {secret} python3 -c 'import time; all = [\"{secret}\" * 100000]; time.sleep(1000)'");
-    server.begin(&neighbour, &holds_it).await;
-    let asked = json!({ "command": SNOOP, "timeout_ms": 300_000 });
-    let answer = server.tool(&attacker, "bash", asked.clone()).await.ok();
+    server.start_in_background(&neighbour, &holds_it).await;
+    let body = json!({ "command": SNOOP, "timeout_ms": 300_000 });
+    let answer = server.tool(&attacker, "bash", body.clone()).await.ok();
     assert_eq!(answer["stdout"], "", "{answer}");
     if request["provider"] != "firecracker" {
         assert_eq!(server.bash(&attacker, WRITE_DEVICES).await, "", "a device was written");
     }
     server.assert_works(&neighbour).await;
-    // The attempts are real: they find a secret of their own.
+    // The search works: it finds a secret in its own workspace.
     if request["provider"] == "docker" {
         server.bash(&attacker, &format!("echo {secret} > /var/own")).await;
-        let answer = server.tool(&attacker, "bash", asked).await.ok();
+        let answer = server.tool(&attacker, "bash", body).await.ok();
         assert!(answer["stdout"].as_str().unwrap().contains("/var/own"), "{answer}");
     }
     for id in [neighbour, attacker] {
@@ -159,7 +160,7 @@ async fn secrets_of_others_cannot_be_read(server: &TestServer, request: Value) {
     }
 }
 
-/// Processes that do not want to end.
+/// Processes that ignore signals to end.
 const CLING: &str = r#"
 for n in 1 2 3; do
     setsid env -i bash -c "trap '' TERM HUP INT QUIT; while true; do sleep 1; done" < /dev/null > /dev/null 2>&1 &
@@ -182,7 +183,7 @@ setsid bash -c 'kill -STOP $$' &
 sleep 1
 "#;
 
-/// Host processes in the control group of a workspace's sandbox, which is named after the container or the microVM.
+/// The host's processes in the control group of a workspace's sandbox. The group's name has the id of the container or microVM.
 fn processes_of(group: &str) -> Vec<String> {
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let of_group = processes.filter_map(|process| {
@@ -193,7 +194,7 @@ fn processes_of(group: &str) -> Vec<String> {
     of_group.collect()
 }
 
-/// Commands in a workspace that run one of the scripts of [`CLING`]. The pattern does not match itself.
+/// Lists the processes of [`CLING`] in a workspace. The pattern does not match its own text.
 const FIND_CLINGING: &str = "grep -a -l -E 'tra[p]|SIG_IG[N]' /proc/[0-9]*/cmdline || true";
 
 async fn nothing_outlives_its_workspace(server: &TestServer, request: Value) {
@@ -205,14 +206,13 @@ async fn nothing_outlives_its_workspace(server: &TestServer, request: Value) {
     };
     let cling = async || {
         server.tool(&id, "bash", json!({ "command": CLING, "timeout_ms": 20_000 })).await.ok();
-        assert!(!server.bash(&id, FIND_CLINGING).await.is_empty(), "they run");
-        assert!(!processes_of(&group).is_empty(), "the sandbox has processes");
+        assert!(!server.bash(&id, FIND_CLINGING).await.is_empty(), "the processes don't run");
+        assert!(!processes_of(&group).is_empty(), "the sandbox has no processes on the host");
     };
     cling().await;
-    let change = |what: &str| format!("/api/v1/agent/workspaces/{id}/{what}");
-    server.request("POST", &change("stop"), None).await.ok();
+    server.act(&id, "stop").await;
     assert_eq!(processes_of(&group), Vec::<String>::new(), "after stop");
-    server.request("POST", &change("resume"), None).await.ok();
+    server.act(&id, "resume").await;
     assert_eq!(server.bash(&id, FIND_CLINGING).await, "", "after resume");
     cling().await;
     server.destroy_in_time(&id).await;
@@ -220,8 +220,8 @@ async fn nothing_outlives_its_workspace(server: &TestServer, request: Value) {
     assert_eq!(run("docker", &["ps", "--all", "--quiet", "--filter", &format!("name={id}")]), "");
 }
 
-/// Runs all of it on one provider.
-async fn all(server: &TestServer, request: Value) {
+/// Runs all attacks on one provider.
+async fn run_attacks(server: &TestServer, request: Value) {
     shared_resources_cannot_be_exhausted(server, request.clone()).await;
     secrets_of_others_cannot_be_read(server, request.clone()).await;
     nothing_outlives_its_workspace(server, request).await;
@@ -233,25 +233,25 @@ fn small(provider: &str) -> Value {
 }
 
 #[tokio::test]
-async fn hostile_neighbours_on_gvisor() {
+async fn hostile_gvisor_guest_harms_no_neighbour() {
     let server = TestServer::start(BINARY).await;
-    all(&server, small("gvisor")).await;
+    run_attacks(&server, small("gvisor")).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn hostile_neighbours_in_plain_containers() {
+async fn hostile_container_guest_harms_no_neighbour() {
     let server = TestServer::start(BINARY).await;
-    all(&server, small("docker")).await;
+    run_attacks(&server, small("docker")).await;
     server.stop();
 }
 
 #[tokio::test]
-async fn hostile_neighbours_in_microvms() {
+async fn hostile_microvm_guest_harms_no_neighbour() {
     let microvms = Microvms::find(BINARY);
     let server = microvms.start(BINARY, &[]).await;
     let mut request = microvms.small();
     request["network"] = json!("isolated");
-    all(&server, request).await;
+    run_attacks(&server, request).await;
     server.stop();
 }

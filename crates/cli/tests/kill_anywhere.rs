@@ -1,24 +1,24 @@
-//! The server is killed with SIGKILL at every step of everything it does to the world, and started again: then the world
-//! is as if the step had been taken or never begun, nothing is left over, and what was ready still answers.
+//! The server is killed with SIGKILL at each step of each change, and started again. Then the change is complete or undone, nothing
+//! else is left on the host, and ready workspaces still answer.
 //!
-//! The steps are the failpoints of the code; `every_failpoint_is_in_this_suite` makes sure that none is forgotten. Those of
-//! microVMs are in `firecracker_kill_anywhere.rs`.
+//! The steps are the failpoints of the code. `every_failpoint_of_the_server_is_in_this_suite` asserts that the lists are complete.
+//! The failpoints of microVMs are in `firecracker_kill_anywhere.rs`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use emergent_test_support::command::run;
 use emergent_test_support::mcp::{self, SERVERS};
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::{POOL, TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
-const POOL: &str = "/api/v1/agent/pool";
 
-/// Steps that making a sandbox has in common. The agent of the workspace that is kept is greeted first, at the start.
+/// Steps of every start of a sandbox. `@2` is the second hit: at its start the server first greets the agent of the kept workspace.
 const SANDBOX: [&str; 5] =
     ["disk.made", "sandbox.made", "sandbox.attached", "sandbox.started", "sandbox.greeted@2"];
 const CREATE: [&str; 5] =
@@ -60,7 +60,7 @@ const WITHDRAW: [&str; 4] =
     ["withdraw.row_written", "sandbox.container_removed", "withdraw.destroyed", "withdraw.row_deleted"];
 const EXPIRE: [&str; 4] =
     ["sweep.found", "sweep.row_written", "sandbox.container_removed", "destroy.sandbox_removed"];
-/// Steps of registering an MCP server after which it is registered.
+/// Steps of registering an MCP server. After a kill at one of them, it is registered.
 const HOSTED: [&str; 4] = ["create.ready", "mcp.registered", "mcp.sandbox_reached", "mcp.process_started"];
 const HOST: [&str; 3] = ["disk.made", "sandbox.started", "create.sandbox_made"];
 const HOST_AGAIN: [&str; 2] = ["mcp.process_ended", "mcp.renewed"];
@@ -68,7 +68,7 @@ const UNHOST: [&str; 4] =
     ["mcp.remove_written", "sandbox.container_removed", "sandbox.volume_removed", "destroy.sandbox_removed"];
 const STOP_IDLE: [&str; 2] = ["sweep.row_written", "stop.sandbox_stopped"];
 
-/// Tried in `bad_day.rs`: they need a database that was restored.
+/// `external_faults.rs` tests these steps, because they need a restored database.
 const QUARANTINE: [&str; 4] = [
     "quarantine.row_written",
     "quarantine.container_removed",
@@ -76,7 +76,7 @@ const QUARANTINE: [&str; 4] = [
     "quarantine.sandbox_ended",
 ];
 
-/// A server with a workspace that must outlive everything.
+/// A server with a workspace that must survive every kill.
 struct World {
     server: TestServer,
     kept: String,
@@ -90,27 +90,28 @@ impl World {
         Self { server, kept }
     }
 
-    /// Starts the server so that it dies at a step.
+    /// Restarts the server with a failpoint.
     async fn arm(&mut self, step: &str) {
         self.server.terminate();
         self.server.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
     }
 
-    /// The server dies at a step that it takes by itself with this setting; and is started again without it.
-    async fn die_alone(&mut self, step: &str, setting: (&str, &str)) {
+    /// Kills the server at a step of its background work with this setting, starts it again without the setting, and checks the
+    /// host.
+    async fn kill_in_background_at(&mut self, step: &str, setting: (&str, &str)) {
         self.server.terminate();
-        self.server.start_again_unattended(&[("EMERGENT_FAILPOINT", step), setting]);
-        self.come_back(step).await;
+        self.server.start_again_without_waiting(&[("EMERGENT_FAILPOINT", step), setting]);
+        self.recover(step).await;
     }
 
-    /// The server dies at a step of a request; and is started again.
-    async fn die(&mut self, step: &str, method: &str, path: &str, body: Option<Value>) {
+    /// Kills the server at a step of a request, starts it again and checks the host.
+    async fn kill_at(&mut self, step: &str, method: &str, path: &str, body: Option<Value>) {
         self.arm(step).await;
-        self.server.request_in_vain(method, path, body).await;
-        self.come_back(step).await;
+        self.server.request_ignoring_outcome(method, path, body).await;
+        self.recover(step).await;
     }
 
-    async fn come_back(&mut self, step: &str) {
+    async fn recover(&mut self, step: &str) {
         self.server.wait_until_killed();
         self.server.start_again().await;
         self.check(step).await;
@@ -121,8 +122,8 @@ impl World {
         listed["workspaces"].as_array().unwrap().clone()
     }
 
-    /// Waits until the pool holds what it shall, and says how many that are.
-    async fn settle(&self) -> u64 {
+    /// Waits until the pool has its wanted number of spares, and returns the number.
+    async fn wait_for_wanted_spares(&self) -> u64 {
         let pool = self.server.request("GET", POOL, None).await.ok();
         let wanted =
             pool["shapes"].as_array().unwrap().iter().map(|shape| shape["size"].as_u64().unwrap()).sum();
@@ -130,9 +131,10 @@ impl World {
         wanted
     }
 
-    /// Asserts that what is there is what the server knows of, no more and no less; and that it works.
+    /// Asserts that everything on the host belongs to a workspace, spare or snapshot of the server's lists, that nothing of them is
+    /// missing, and that the kept workspace works.
     async fn check(&self, step: &str) {
-        let spares = self.settle().await;
+        let spares = self.wait_for_wanted_spares().await;
         let workspaces = self.workspaces().await;
         for workspace in &workspaces {
             let status = workspace["status"].as_str().unwrap();
@@ -145,18 +147,18 @@ impl World {
             let text = run("docker", &[arguments, &["--filter", &filter]].concat());
             text.lines().map(|line| line.trim_start_matches("agent-workspace-").to_owned()).collect()
         };
-        // Not what the whole installation shares.
+        // Only objects of a workspace have this label. Others belong to the installation.
         let owned = "label=emergent.workspace";
         let containers = list(&["ps", "--all", "--format", "{{.Names}}", "--filter", owned]);
         let spare_ids: BTreeSet<String> = containers.difference(&ids).cloned().collect();
         assert_eq!(
             spare_ids.len() as u64,
             spares,
-            "{step}: {spare_ids:?} are nobody's\n{}",
+            "{step}: {spare_ids:?} belong to no workspace\n{}",
             self.server.log()
         );
         assert!(containers.is_superset(&ids), "{step}: {ids:?} are not all in {containers:?}");
-        // MCP servers have named volumes besides.
+        // MCP servers also have named volumes.
         let named: Vec<(&str, &str)> = workspaces.iter().flat_map(named_volumes).collect();
         let mut volumes = containers.clone();
         volumes.extend(named.iter().map(|(id, name)| format!("{id}-{name}")));
@@ -192,7 +194,7 @@ impl World {
         assert_eq!(alive, "kept\nalso\n", "{step}");
     }
 
-    /// Removes everything but the workspace that is kept.
+    /// Destroys all workspaces but the kept one.
     async fn clear(&self) {
         for workspace in self.workspaces().await {
             let id = workspace["id"].as_str().unwrap();
@@ -216,28 +218,28 @@ fn named_volumes(workspace: &Value) -> impl Iterator<Item = (&str, &str)> {
 }
 
 #[tokio::test]
-async fn killed_while_it_hosts_an_mcp_server() {
+async fn server_recovers_from_a_kill_at_each_step_of_hosting_an_mcp_server() {
     let mut world = World::start(&[]).await;
     let hosted = format!("{SERVERS}/hosted");
     let body = json!({ "name": "hosted", "image": mcp::image(BINARY), "volumes": ["data:/data"] });
     let works = async |world: &World, step: &str| {
         world.server.wait_for_status("hosted", "ready").await;
         assert_eq!(world.server.mcp_text("hosted", "echo", json!({ "text": step })).await, step);
-        // Never twice.
+        // The process does not run twice.
         assert_eq!(world.server.mcp_server("hosted").await["usage"]["processes"], 1, "{step}");
     };
     for step in HOST {
-        world.die(step, "POST", SERVERS, Some(body.clone())).await;
+        world.kill_at(step, "POST", SERVERS, Some(body.clone())).await;
         world.server.request("GET", &hosted, None).await.error(404);
     }
     for step in HOSTED {
-        world.die(step, "POST", SERVERS, Some(body.clone())).await;
+        world.kill_at(step, "POST", SERVERS, Some(body.clone())).await;
         works(&world, step).await;
         world.server.remove_mcp("hosted").await;
     }
     world.server.request("POST", SERVERS, Some(body)).await.ok();
     for step in ["mcp.sandbox_reached", "mcp.process_started"] {
-        world.die_alone(step, ("EMERGENT_LOG", "info")).await;
+        world.kill_in_background_at(step, ("EMERGENT_LOG", "info")).await;
         works(&world, step).await;
     }
     for (step, path) in HOST_AGAIN.into_iter().zip(["call", "restart"]) {
@@ -245,12 +247,12 @@ async fn killed_while_it_hosts_an_mcp_server() {
             json!({ "method": "tools/call", "params": { "name": "crash", "arguments": { "code": 1 } } });
         world.arm(step).await;
         world.server.wait_for_status("hosted", "ready").await;
-        world.server.request_in_vain("POST", &format!("{hosted}/{path}"), Some(crash)).await;
-        world.come_back(step).await;
+        world.server.request_ignoring_outcome("POST", &format!("{hosted}/{path}"), Some(crash)).await;
+        world.recover(step).await;
         works(&world, step).await;
     }
     for step in UNHOST {
-        world.die(step, "DELETE", &hosted, None).await;
+        world.kill_at(step, "DELETE", &hosted, None).await;
         world.server.request("GET", &hosted, None).await.error(404);
         let body = json!({ "name": "hosted", "image": mcp::image(BINARY), "volumes": ["data:/data"] });
         world.server.request("POST", SERVERS, Some(body)).await.ok();
@@ -260,37 +262,37 @@ async fn killed_while_it_hosts_an_mcp_server() {
 }
 
 #[tokio::test]
-async fn killed_while_it_creates() {
+async fn server_recovers_from_a_kill_at_each_step_of_create() {
     let mut world = World::start(&[]).await;
     for step in CREATE.into_iter().chain(SANDBOX) {
-        world.die(step, "POST", WORKSPACES, Some(json!({}))).await;
-        // All or nothing: a workspace whose caller was never told is one like any other.
+        world.kill_at(step, "POST", WORKSPACES, Some(json!({}))).await;
+        // The create is complete or undone. A complete one is a workspace, though its caller got no answer.
         let made = world.workspaces().await.len() - 1;
         assert_eq!(made, usize::from(step == "create.ready"), "{step}");
         world.clear().await;
     }
-    // A creation that fails, and is being undone.
+    // A create that failed and is being undone.
     let body = json!({ "image": "emergent/no-such-image" });
-    world.die("create.undone", "POST", WORKSPACES, Some(body)).await;
+    world.kill_at("create.undone", "POST", WORKSPACES, Some(body)).await;
     assert_eq!(world.workspaces().await.len(), 1);
     world.end().await;
 }
 
 #[tokio::test]
-async fn killed_while_it_stops_and_resumes() {
+async fn server_recovers_from_a_kill_at_each_step_of_stop_and_resume() {
     let mut world = World::start(&[]).await;
     let id = world.server.create(json!({})).await;
     let path = format!("{WORKSPACES}/{id}");
     world.server.bash(&id, "echo mine > /workspace/f; echo other > /srv/g").await;
     for step in STOP {
-        world.die(step, "POST", &format!("{path}/stop"), None).await;
+        world.kill_at(step, "POST", &format!("{path}/stop"), None).await;
         assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
         assert_eq!(world.server.bash(&id, "cat f /srv/g").await, "mine\nother\n", "{step}");
     }
     for step in RESUME {
         world.server.request("POST", &format!("{path}/stop"), None).await.ok();
-        world.die(step, "POST", &format!("{path}/resume"), None).await;
+        world.kill_at(step, "POST", &format!("{path}/resume"), None).await;
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
         assert_eq!(world.server.bash(&id, "cat f /srv/g").await, "mine\nother\n", "{step}");
     }
@@ -298,18 +300,18 @@ async fn killed_while_it_stops_and_resumes() {
 }
 
 #[tokio::test]
-async fn killed_while_it_destroys() {
+async fn server_recovers_from_a_kill_at_each_step_of_destroy() {
     let mut world = World::start(&[]).await;
     for step in DESTROY {
         let id = world.server.create(json!({})).await;
-        world.die(step, "DELETE", &format!("{WORKSPACES}/{id}"), None).await;
+        world.kill_at(step, "DELETE", &format!("{WORKSPACES}/{id}"), None).await;
         world.server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.error(404);
     }
     world.end().await;
 }
 
 #[tokio::test]
-async fn killed_while_it_copies() {
+async fn server_recovers_from_a_kill_at_each_step_of_snapshots() {
     let mut world = World::start(&[]).await;
     let snapshots = format!("{WORKSPACES}/snapshots");
     let ids = async |world: &World| -> Vec<String> {
@@ -319,7 +321,7 @@ async fn killed_while_it_copies() {
     };
     let copy = format!("{WORKSPACES}/{}/snapshot", world.kept);
     for step in SNAPSHOT {
-        world.die(step, "POST", &copy, None).await;
+        world.kill_at(step, "POST", &copy, None).await;
         let made = ids(&world).await;
         assert_eq!(made.len(), usize::from(step == "snapshot.ready"), "{step}");
         for id in made {
@@ -329,13 +331,13 @@ async fn killed_while_it_copies() {
     for step in DELETE_SNAPSHOT {
         let made = world.server.request("POST", &copy, None).await.ok();
         let id = made["id"].as_str().unwrap();
-        world.die(step, "DELETE", &format!("{snapshots}/{id}"), None).await;
+        world.kill_at(step, "DELETE", &format!("{snapshots}/{id}"), None).await;
         assert_eq!(ids(&world).await.len(), 0, "{step}");
     }
     let made = world.server.request("POST", &copy, None).await.ok();
     for step in FROM_SNAPSHOT {
         let body = json!({ "snapshot_id": made["id"] });
-        world.die(step, "POST", &format!("{WORKSPACES}/from-snapshot"), Some(body)).await;
+        world.kill_at(step, "POST", &format!("{WORKSPACES}/from-snapshot"), Some(body)).await;
         assert_eq!(world.workspaces().await.len(), 1, "{step}");
     }
     let path = format!("{snapshots}/{}", made["id"].as_str().unwrap());
@@ -344,36 +346,36 @@ async fn killed_while_it_copies() {
 }
 
 #[tokio::test]
-async fn killed_while_it_fills_the_pool() {
+async fn server_recovers_from_a_kill_at_each_step_of_filling_the_pool() {
     let mut world = World::start(&[]).await;
     let one = json!({ "shapes": [{ "size": 1 }] });
     let none = json!({ "shapes": [] });
     for step in FILL {
-        world.die(step, "PUT", POOL, Some(one.clone())).await;
-        assert_eq!(world.settle().await, 1, "{step}");
+        world.kill_at(step, "PUT", POOL, Some(one.clone())).await;
+        assert_eq!(world.wait_for_wanted_spares().await, 1, "{step}");
         world.server.request("PUT", POOL, Some(none.clone())).await.ok();
-        world.settle().await;
+        world.wait_for_wanted_spares().await;
     }
     for step in WITHDRAW {
         world.server.request("PUT", POOL, Some(one.clone())).await.ok();
-        world.settle().await;
-        world.die(step, "PUT", POOL, Some(none.clone())).await;
-        assert_eq!(world.settle().await, 0, "{step}");
+        world.wait_for_wanted_spares().await;
+        world.kill_at(step, "PUT", POOL, Some(none.clone())).await;
+        assert_eq!(world.wait_for_wanted_spares().await, 0, "{step}");
     }
     world.end().await;
 }
 
 #[tokio::test]
-async fn killed_while_it_hands_out_a_spare() {
+async fn server_recovers_from_a_kill_at_each_step_of_claiming_a_spare() {
     let mut world = World::start(&[("WORKSPACE_WARM_POOL_SIZE", "1")]).await;
     for step in CLAIM {
-        world.settle().await;
+        world.wait_for_wanted_spares().await;
         let body = json!({ "environment": { "SECRET": "hush" } });
         world.arm(step).await;
-        world.settle().await;
-        // The spare of before was adopted, not made again; now it is claimed.
-        world.server.request_in_vain("POST", WORKSPACES, Some(body)).await;
-        world.come_back(step).await;
+        world.wait_for_wanted_spares().await;
+        // The server has adopted the spare and did not make it again. Now the spare is claimed.
+        world.server.request_ignoring_outcome("POST", WORKSPACES, Some(body)).await;
+        world.recover(step).await;
         let made: Vec<Value> =
             world.workspaces().await.into_iter().filter(|one| one["id"] != world.kept.as_str()).collect();
         assert_eq!(made.len(), usize::from(step == "claim.ready"), "{step}");
@@ -388,52 +390,49 @@ async fn killed_while_it_hands_out_a_spare() {
 }
 
 #[tokio::test]
-async fn killed_while_it_removes_what_has_expired() {
-    // Without a sweep until the steps are armed.
+async fn server_recovers_from_a_kill_at_each_step_of_expiry() {
+    // No sweep runs before the failpoints are set.
     let settings = [
         ("WORKSPACE_SWEEP_EVERY_SECONDS", "100000"),
         ("WORKSPACE_MAX_CONCURRENT", "20"),
         ("EMERGENT_ALLOW_DOCKER", "true"),
     ];
     let mut world = World::start(&settings).await;
-    // Enough of them for every step, as several are removed at once.
+    // A sweep removes several at once, so each step needs a few.
     for _ in 0..13 {
         let doomed = json!({ "ttl_seconds": 60, "network": "isolated", "provider": "docker" });
         world.server.create(doomed).await;
     }
     world.server.advance_clock(61);
     for step in EXPIRE {
-        world.die_alone(step, ("WORKSPACE_SWEEP_EVERY_SECONDS", "1")).await;
+        world.kill_in_background_at(step, ("WORKSPACE_SWEEP_EVERY_SECONDS", "1")).await;
     }
     world.server.terminate();
     world.server.start_again_with(&[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
-    let begun = Instant::now();
-    while world.workspaces().await.len() > 1 {
-        assert!(begun.elapsed() < Duration::from_secs(30), "expired workspaces stay");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
-    world.check("after all").await;
+    let limit = Duration::from_secs(30);
+    wait_until("expired workspaces are removed", limit, async || world.workspaces().await.len() == 1).await;
+    world.check("after the last step").await;
     world.end().await;
 }
 
 #[tokio::test]
-async fn killed_while_it_stops_what_is_idle() {
+async fn server_recovers_from_a_kill_at_each_step_of_an_idle_stop() {
     let mut world = World::start(&[]).await;
-    // A command in the background is a use.
+    // A workspace with a command in the background is not idle.
     let sleep = json!({ "command": "sleep 1000", "background": true });
     world.server.tool(&world.kept, "bash", sleep).await.ok();
     let id = world.server.create(json!({ "network": "isolated" })).await;
     let path = format!("{WORKSPACES}/{id}");
     for step in STOP_IDLE {
         world.server.request("POST", &format!("{path}/resume"), None).await.ok();
-        world.die_alone(step, ("WORKSPACE_IDLE_STOP_SECONDS", "10")).await;
+        world.kill_in_background_at(step, ("WORKSPACE_IDLE_STOP_SECONDS", "10")).await;
         assert_eq!(world.server.request("GET", &path, None).await.ok()["status"], "stopped", "{step}");
     }
     world.end().await;
 }
 
 #[test]
-fn every_failpoint_is_in_this_suite() {
+fn every_failpoint_of_the_server_is_in_this_suite() {
     let lists: [&[&str]; 19] = [
         &HOST,
         &HOSTED,
@@ -457,7 +456,7 @@ fn every_failpoint_is_in_this_suite() {
     ];
     let points: usize = lists.iter().map(|list| list.len()).sum();
     assert!(points >= 40, "{points}");
-    let tried: BTreeSet<&str> =
+    let tested: BTreeSet<&str> =
         lists.iter().flat_map(|list| list.iter()).map(|step| step.split('@').next().unwrap()).collect();
     let mut there = BTreeSet::new();
     let own = std::env::var("CARGO_MANIFEST_DIR").unwrap();
@@ -469,5 +468,5 @@ fn every_failpoint_is_in_this_suite() {
         there.extend(text.lines().map(|line| line.trim_start_matches("failpoint!(\"").to_owned()));
     }
     let there: BTreeSet<&str> = there.iter().map(String::as_str).collect();
-    assert_eq!(tried, there);
+    assert_eq!(tested, there);
 }

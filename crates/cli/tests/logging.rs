@@ -1,4 +1,4 @@
-//! The log: one search for a request's id finds every line of the call, and no line holds a secret (docs/logging.md).
+//! The log: a search for a request's id finds every line of its call, and no line has a secret (docs/logging.md).
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -18,7 +18,7 @@ fn lines_of(server: &TestServer, request: &str) -> Vec<Value> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_id_finds_every_log_line_of_its_call() {
+async fn log_lines_of_a_call_have_its_request_id_and_no_secret() {
     let environment =
         [("EMERGENT_ALLOW_DOCKER", "true"), ("EMERGENT_LOG", "debug"), ("EMERGENT_LOG_FORMAT", "json")];
     let server = TestServer::start_with(BINARY, &environment).await;
@@ -43,7 +43,7 @@ async fn a_request_id_finds_every_log_line_of_its_call() {
 
     let lines = lines_of(&server, "the-call-to-find");
     let targets: Vec<&str> = lines.iter().filter_map(|line| line["target"].as_str()).collect();
-    // From the agent call, deep in the domain, to the front.
+    // The lines are from the domain and from the front.
     for module in ["workspace::calls", "http::record"] {
         assert!(targets.iter().any(|target| target.ends_with(module)), "{module}: {lines:#?}");
     }

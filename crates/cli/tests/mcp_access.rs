@@ -1,4 +1,4 @@
-//! Access to MCP servers over HTTP, with the same rules for hosted servers and workspaces: pages, sessions, bodies.
+//! Access to MCP endpoints. Hosted MCP servers and workspaces have the same rules for origins, sessions and bodies.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 const BOTH: &str = "application/json, text/event-stream";
 
-/// A server with two workspaces and a hosted MCP server, which allows pages of one origin.
+/// A server with two workspaces and a hosted MCP server. It allows one additional origin.
 struct World {
     server: TestServer,
     workspaces: [String; 2],
@@ -31,12 +31,12 @@ impl World {
         Self { server, workspaces, hosted }
     }
 
-    /// The address of each kind of server.
+    /// An endpoint of each kind.
     fn addresses(&self) -> [String; 2] {
         [workspace(&self.workspaces[0]), format!("{SERVERS}/{}/mcp", self.hosted)]
     }
 
-    /// A token for one workspace or MCP server, or an admin token.
+    /// Creates a token for one workspace or MCP server, or an admin token.
     async fn token(&self, bound_to: Option<&str>) -> String {
         let mut wanted = json!({ "name": bound_to.unwrap_or("another admin") });
         if let Some(id) = bound_to {
@@ -46,7 +46,7 @@ impl World {
         made["secret"].as_str().unwrap().to_owned()
     }
 
-    /// Sends a request with these headers; status and body.
+    /// Sends a request with these headers. Returns its status and body.
     async fn send(
         &self,
         token: &str,
@@ -88,7 +88,7 @@ fn initialize() -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pages_are_allowed_by_one_origin_policy_at_every_mcp_address() {
+async fn every_mcp_endpoint_applies_the_same_origin_policy() {
     let world = World::start().await;
     let host = world.server.url.clone();
     for path in world.addresses() {
@@ -115,14 +115,14 @@ async fn pages_are_allowed_by_one_origin_policy_at_every_mcp_address() {
             let answer = world.send(&world.server.token, (Method::POST, &path), &headers, initialize()).await;
             assert_eq!(answer.0, status, "{path} {origin}: {}", answer.1);
         }
-        // A page that gave itself the name of this server: its Host agrees with its Origin.
+        // DNS rebinding: the Host of a page agrees with its Origin.
         let rebound = [("origin", "http://evil.example"), ("host", "evil.example")];
         for method in [Method::POST, Method::GET, Method::DELETE] {
             let answer =
                 world.send(&world.server.token, (method.clone(), &path), &rebound, initialize()).await;
             assert_eq!((answer.0, &answer.1["error"]["code"]), (403, &json!("forbidden")), "{method} {path}");
         }
-        // A program sends no Origin, and its Host may be any name of the server.
+        // A program sends no Origin, and its Host may be any name.
         for name in ["evil.example", host.trim_start_matches("http://")] {
             let headers = [("host", name)];
             let answer = world.send(&world.server.token, (Method::POST, &path), &headers, initialize()).await;
@@ -133,7 +133,7 @@ async fn pages_are_allowed_by_one_origin_policy_at_every_mcp_address() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_session_is_unknown_to_other_tokens_and_at_other_addresses() {
+async fn mcp_session_is_unknown_to_other_tokens_and_endpoints() {
     let world = World::start().await;
     let ping = || request(1, "ping", json!({})).to_string();
     let admin = world.token(None).await;
@@ -143,7 +143,7 @@ async fn a_session_is_unknown_to_other_tokens_and_at_other_addresses() {
         let client = McpClient::open(&world.server, path).await;
         let session = [("mcp-session-id", client.session.as_str())];
         for token in [&admin, &bound] {
-            // The token may use the server, but not another token's session.
+            // The token may use the endpoint, but not the session of another token.
             assert_eq!(world.send(token, (Method::POST, path), &[], initialize()).await.0, 200);
             for method in [Method::POST, Method::GET, Method::DELETE] {
                 let answer = world.send(token, (method.clone(), path), &session, ping()).await;
@@ -166,7 +166,7 @@ async fn a_session_is_unknown_to_other_tokens_and_at_other_addresses() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn malformed_requests_are_refused_and_leave_the_session_alone() {
+async fn malformed_mcp_requests_are_refused_and_the_session_continues() {
     let world = World::start().await;
     for path in world.addresses() {
         let client = McpClient::open(&world.server, &path).await;
@@ -192,7 +192,7 @@ async fn malformed_requests_are_refused_and_leave_the_session_alone() {
             assert_eq!(answer.0, status, "{about}: {}", answer.1);
             assert!(answer.1["error"]["message"].is_string(), "{about}: {}", answer.1);
         }
-        // An event of a stream of its own that is no longer there.
+        // An event of a stream that no longer exists.
         let expired = event(own, "-99-1");
         let headers = [("mcp-session-id", own), ("last-event-id", expired.as_str())];
         let answer = world.send(&world.server.token, (Method::GET, &path), &headers, String::new()).await;

@@ -1,10 +1,11 @@
-//! MCP servers that misbehave, clients that come all at once, and hosts that fail: nobody gets another's answer, nobody
-//! waits for ever, and nothing is left.
+//! MCP servers that misbehave, many concurrent clients, and engines that fail. Each client gets its own answers, every call ends, and
+//! nothing is left.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::time::{Duration, Instant};
 
+use emergent_test_support::command::docker;
 use emergent_test_support::engine::TestEngine;
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::{McpClient, request};
@@ -24,7 +25,7 @@ impl World {
         Self { server: TestServer::start(BINARY).await, image: mcp::image(BINARY) }
     }
 
-    /// Registers the hostile server with a way to misbehave; its name is the way's.
+    /// Registers `mcp-chaos` with one of its modes. The mode is also the name of the server.
     async fn host(&self, mode: &[&str]) -> &Self {
         let request = json!({ "name": mode[0], "args": mode, "provider": "docker", "timeout_ms": 3000 });
         self.server.register(&self.image, request).await;
@@ -41,13 +42,8 @@ impl World {
     }
 }
 
-fn docker(arguments: &[&str]) -> String {
-    let output = std::process::Command::new("docker").args(arguments).output().unwrap();
-    String::from_utf8_lossy(&output.stdout).trim().to_owned()
-}
-
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_that_say_too_much_are_understood_all_the_same() {
+async fn calls_succeed_beside_junk_and_floods_of_output() {
     let world = World::new().await;
     for mode in [
         &["junk"][..],
@@ -67,33 +63,29 @@ async fn servers_that_say_too_much_are_understood_all_the_same() {
         assert_eq!((&server["status"], &server["restarts"]), (&json!("ready"), &json!(0)), "{server:#}");
         world.remove(mode[0]).await;
     }
-    // Whoever floods is not let flood the log.
+    // The floods are not in the server's log.
     assert!(world.server.log().len() < 200_000, "{}", world.server.log().len());
     world.server.stop();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_answer_of_100_mb_fails_its_call_and_nothing_else() {
+async fn answer_of_100_mb_fails_only_its_call() {
     let world = World::new().await;
     world.host(&["long-line", "100000000"]).await;
-    let resident = || {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", world.server.pid())).unwrap();
-        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap().to_owned();
-        line.split_ascii_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
-    };
-    let before = resident();
-    // It takes a moment to print that much; the time-out may come first.
+    let before = world.server.memory_bytes();
+    // Printing the answer takes longer than the server's time-out, so this call has its own.
     let body = json!({ "method": "tools/call", "params": { "name": "long" }, "timeout_ms": 60_000 });
     let answer = world.server.request("POST", &format!("{SERVERS}/long-line/call"), Some(body)).await.ok();
     assert!(answer["error"]["message"].as_str().unwrap().contains("100000000 bytes"), "{answer}");
     assert_eq!(world.echo("long-line", "still there").await, "still there");
-    assert!(resident() < before + 60_000, "{before} kB, then {} kB", resident());
+    let after = world.server.memory_bytes();
+    assert!(after < before + (60_000 << 10), "{before} bytes, then {after} bytes");
     world.remove("long-line").await;
     world.server.stop();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_never_answers_is_shown_and_left_running() {
+async fn server_that_never_answers_is_unresponsive_and_keeps_running() {
     let world = World::new().await;
     world.host(&["silent-after-init"]).await;
     let late = world.server.mcp_tool("silent-after-init", "echo", json!({ "text": "x" })).await;
@@ -101,7 +93,7 @@ async fn a_server_that_never_answers_is_shown_and_left_running() {
     let server = world.server.wait_for_status("silent-after-init", "unresponsive").await;
     assert_eq!(server["restarts"], 0, "{server:#}");
     world.remove("silent-after-init").await;
-    // One that does not even answer initialize: whoever calls it is told, and it is left running too.
+    // A server that does not answer `initialize`: calls fail, and it keeps running.
     let request = json!({ "name": "silent", "args": ["silent"], "provider": "docker", "timeout_ms": 1000 });
     let silent = async {
         world.server.register(&world.image, request).await;
@@ -112,7 +104,7 @@ async fn a_server_that_never_answers_is_shown_and_left_running() {
         assert_eq!(world.server.mcp_server("silent").await["usage"]["processes"], 1);
         world.remove("silent").await;
     };
-    // One that only takes its time.
+    // A server that starts slowly: the call waits.
     let request = json!({ "name": "slow-start", "args": ["slow-start", "4000"], "provider": "docker" });
     let slow = async {
         world.server.register(&world.image, request).await;
@@ -124,13 +116,13 @@ async fn a_server_that_never_answers_is_shown_and_left_running() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn servers_that_ignore_the_end_are_ended_with_all_they_started() {
+async fn servers_that_ignore_signals_are_killed_with_their_children() {
     let world = World::new().await;
     for mode in ["ignore-eof", "ignore-term"] {
         world.host(&[mode]).await;
         world.server.mcp_text(mode, "spawn", json!({ "seconds": 600 })).await;
         assert_eq!(world.server.mcp_server(mode).await["usage"]["processes"], 2);
-        // The process dies; what it left behind goes with it.
+        // When the process dies, its child is killed.
         world.server.mcp_tool(mode, "crash", json!({ "code": 1 })).await.error(502);
         world.server.wait_for_status(mode, "ready").await;
         assert_eq!(world.server.mcp_server(mode).await["usage"]["processes"], 1);
@@ -140,13 +132,13 @@ async fn servers_that_ignore_the_end_are_ended_with_all_they_started() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sixty_four_clients_at_once_get_each_their_own_answers() {
+async fn sixty_four_concurrent_clients_get_their_own_answers() {
     let world = World::new().await;
     world.host(&["normal"]).await;
     let path = format!("{SERVERS}/normal/mcp");
     let clients = join_all((0..64).map(|_| McpClient::open(&world.server, &path))).await;
     let work = clients.iter().enumerate().map(|(number, client)| async move {
-        // All use the same ids, and the same progress token.
+        // All clients use the same ids and the same progress token.
         for turn in 0..6_u64 {
             let text = format!("client {number}, turn {turn}");
             if (number as u64 + turn).is_multiple_of(3) {
@@ -176,10 +168,10 @@ async fn sixty_four_clients_at_once_get_each_their_own_answers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_bridge_passes_on_is_what_was_sent() {
+async fn bridge_forwards_json_unchanged() {
     let world = World::new().await;
     world.host(&["normal"]).await;
-    // Numbers of any form, unknown fields and their order: the server gives back what it got, as text.
+    // The server returns the received text. It must have the forms of numbers, the unknown fields and their order.
     let meta = r#"{"z":1.0,"progressToken":7,"a":12345678901234567890,"x-odd":[1e400,"\u00e9"]}"#;
     let body = format!(
         r#"{{"method":"tools/call","params":{{"name":"echo","arguments":{{"text":"x"}},"_meta":{meta}}}}}"#
@@ -202,7 +194,7 @@ async fn what_the_bridge_passes_on_is_what_was_sent() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_container_that_is_removed_or_killed_by_hand_comes_back() {
+async fn removed_or_killed_container_of_an_mcp_server_is_replaced() {
     let world = World::new().await;
     let request = json!({ "name": "kept", "volumes": ["data:/data"] });
     let made = world.server.register(&world.image, request).await;
@@ -230,7 +222,7 @@ async fn a_container_that_is_removed_or_killed_by_hand_comes_back() {
     world.server.stop();
 }
 
-/// An MCP server in bash: whatever it is asked, it says how often its directory was used.
+/// An MCP server in bash. It answers every request with the number of its starts.
 const COUNTING: &str = r#"
 echo x >> /data/starts
 while read -r line; do
@@ -240,7 +232,7 @@ done
 "#;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_mcp_server_comes_back_when_the_engine_does() {
+async fn mcp_server_is_restarted_after_the_engine_restarts() {
     for signal in ["TERM", "KILL"] {
         let mut engine = TestEngine::start_with_gvisor("");
         let host = engine.host();
@@ -263,11 +255,11 @@ async fn an_mcp_server_comes_back_when_the_engine_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cancelled_call_is_cancelled_in_the_server_too() {
+async fn cancellation_is_forwarded_to_the_mcp_server() {
     let world = World::new().await;
     world.host(&["normal"]).await;
     let client = McpClient::open(&world.server, &format!("{SERVERS}/normal/mcp")).await;
-    // A request that was cancelled has no answer; its connection ends.
+    // A cancelled request gets no answer.
     let cancelled = async {
         let params = json!({ "name": "sleep", "arguments": { "ms": 60_000, "text": "late" } });
         client.post(&request(8, "tools/call", params)).await.status()
@@ -283,12 +275,15 @@ async fn a_cancelled_call_is_cancelled_in_the_server_too() {
     let all = received["notifications"].as_array().unwrap();
     let cancelled: Vec<_> = all.iter().filter(|told| told["method"] == "notifications/cancelled").collect();
     assert_eq!(cancelled.len(), 1, "{received:#}");
-    assert_ne!(cancelled[0]["params"]["requestId"], 8, "the server knows it by another id");
+    assert_ne!(
+        cancelled[0]["params"]["requestId"], 8,
+        "the server gets the id of the bridge, not of the client"
+    );
     world.remove("normal").await;
     world.server.stop();
 }
 
-/// An MCP server in Python: asked for anything but `initialize`, it eats all the memory there is.
+/// An MCP server in Python. The method `eat` takes all memory.
 const HUNGRY: &str = r#"
 import json, sys
 for line in sys.stdin:
@@ -303,7 +298,7 @@ for line in sys.stdin:
 "#;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_runs_out_of_memory_is_told_and_started_again() {
+async fn mcp_server_out_of_memory_is_reported_and_restarted() {
     let world = World::new().await;
     for provider in ["gvisor", "docker"] {
         let command = json!(["python3", "-c", HUNGRY]);

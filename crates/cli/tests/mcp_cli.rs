@@ -1,4 +1,4 @@
-//! `emergent mcp`, as a person types it.
+//! The commands of `emergent mcp`.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -16,6 +16,7 @@ fn emergent(server: &TestServer, arguments: &[&str]) -> Output {
     command.env("SECRET_OF_TEST", "hush").output().unwrap()
 }
 
+/// The output of a command, which must have this exit code.
 #[track_caller]
 fn text(output: &Output, code: i32) -> String {
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -24,7 +25,7 @@ fn text(output: &Output, code: i32) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_is_registered_called_looked_at_and_removed() {
+async fn mcp_commands_register_call_show_and_remove_a_server() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);
     let run = |arguments: &[&str], code: i32| text(&emergent(&server, arguments), code);
@@ -72,17 +73,17 @@ async fn a_server_is_registered_called_looked_at_and_removed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_does_not_start_says_why() {
+async fn mcp_register_reports_why_a_server_does_not_start() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);
     let register = ["register", "bad", "--image", &image, "--provider", "docker", "--", "die-in-initialize"];
-    let said = text(&emergent(&server, &register), 1);
-    assert!(said.contains("exit code 3") && said.contains("boom"), "{said}");
+    let output = text(&emergent(&server, &register), 1);
+    assert!(output.contains("exit code 3") && output.contains("boom"), "{output}");
     text(&emergent(&server, &["remove", "bad"]), 0);
     let register =
         ["register", "bad", "--image", &image, "--provider", "docker", "--command", "--", "no-such-program"];
-    let said = text(&emergent(&server, &register), 1);
-    assert!(said.contains("'no-such-program' is not in the image"), "{said}");
+    let output = text(&emergent(&server, &register), 1);
+    assert!(output.contains("'no-such-program' is not in the image"), "{output}");
     text(&emergent(&server, &["remove", "bad"]), 0);
     let id = server.create(json!({ "provider": "docker" })).await;
     let config: Value =

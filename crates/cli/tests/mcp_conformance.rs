@@ -1,4 +1,4 @@
-//! The official conformance suites, against the fixture behind the bridge and against a workspace's own MCP server.
+//! The official conformance suites for the fixture behind the bridge, and for the MCP endpoint of a workspace.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -11,7 +11,8 @@ const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 const LEGACY: Suite = Suite::Requirements("2025-11-25");
 const MODERN: Suite = Suite::Requirements("2026-07-28");
 const SHARED: &str = include_str!("conformance/shared.yml");
-/// Not scored by the suite: it wants tools' arguments repeated in headers, which is checked by nobody yet.
+/// The suite does not score this scenario. It requires a check of tool arguments that are repeated in headers, which the server does
+/// not have.
 const NOT_SCORED: &str = "http-custom-header-server-validation";
 
 async fn host(mode: &str) -> (TestServer, String) {
@@ -24,7 +25,7 @@ async fn host(mode: &str) -> (TestServer, String) {
 
 #[track_caller]
 fn assert_passed(report: &Report, passed: usize, failed: &[&str]) {
-    assert!(report.is_content, "{}", report.text);
+    assert!(report.is_success, "{}", report.text);
     assert_eq!(
         (report.passed.len(), &report.failed),
         (passed, &failed.iter().map(|name| (*name).to_owned()).collect()),
@@ -34,7 +35,7 @@ fn assert_passed(report: &Report, passed: usize, failed: &[&str]) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_for_each_session_passes_everything() {
+async fn per_session_server_passes_all_scenarios() {
     let (server, path) = host("per_session").await;
     assert_passed(&conformance::run(&server, &path, Suite::First, None).await, 30, &[]);
     assert_passed(&conformance::run(&server, &path, LEGACY, None).await, 33, &[]);
@@ -43,11 +44,11 @@ async fn a_process_for_each_session_passes_everything() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shared_process_passes_everything_that_asks_no_client() {
+async fn shared_server_passes_all_scenarios_without_requests_to_the_client() {
     let (server, path) = host("shared").await;
     for (suite, all) in [(Suite::First, 30), (LEGACY, 33)] {
         let report = conformance::run(&server, &path, suite, Some(SHARED)).await;
-        assert!(report.is_content, "{}", report.text);
+        assert!(report.is_success, "{}", report.text);
         assert_eq!(report.passed.len(), all - 4, "{}", report.text);
     }
     let report = conformance::run(&server, &path, MODERN, None).await;
@@ -57,7 +58,7 @@ async fn a_shared_process_passes_everything_that_asks_no_client() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workspaces_tools_pass_what_tools_can_pass() {
+async fn workspace_tools_pass_all_scenarios_for_tools() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker" })).await;
     let path = format!("/api/v1/agent/workspaces/{id}/mcp");
@@ -67,7 +68,7 @@ async fn a_workspaces_tools_pass_what_tools_can_pass() {
         (MODERN, include_str!("../../workspace-mcp/conformance/expected-failures-2026-07-28.yml")),
     ] {
         let report = conformance::run(&server, &path, suite, Some(expected)).await;
-        assert!(report.is_content, "{suite:?}: {}", report.text);
+        assert!(report.is_success, "{suite:?}: {}", report.text);
         assert!(report.passed.len() >= 5, "{suite:?}: {}", report.text);
     }
     server.destroy(&id).await;

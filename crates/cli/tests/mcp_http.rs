@@ -1,13 +1,14 @@
-//! MCP's Streamable HTTP in front of hosted servers: sessions, streams that are gone on with, who may come in, both eras,
-//! and servers that speak HTTP themselves.
+//! MCP's Streamable HTTP for hosted servers: sessions, resumed streams, access, both eras of the protocol, and servers that speak HTTP.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::{McpClient, request};
 use emergent_test_support::server::TestServer;
+use emergent_test_support::sse::EventReader;
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -22,7 +23,7 @@ async fn host(name: &str, more: Value) -> (TestServer, String) {
     (server, format!("{SERVERS}/{name}/mcp"))
 }
 
-/// A raw message with these headers; status and body.
+/// Sends a raw message with these headers. Returns its status and body.
 async fn send(server: &TestServer, path: &str, headers: &[(&str, &str)], body: &str) -> (u16, Value) {
     let mut call = server.client().post(format!("{}{path}", server.url)).bearer_auth(&server.token);
     for (name, value) in [("accept", BOTH), ("content-type", "application/json")] {
@@ -51,14 +52,14 @@ async fn sessions_begin_with_initialize_and_end_with_delete() {
     assert_eq!(send(&server, &path, &own, &list).await.0, 200);
     let strange = [own[0], ("mcp-protocol-version", "1999-01-01")];
     assert_eq!(send(&server, &path, &strange, &list).await.0, 400);
-    // Things that are no messages, and answers that nobody takes.
+    // Bodies that are not messages, and headers that accept no answer.
     for (body, code) in [("nonsense", -32700), ("[]", -32600), ("{\"jsonrpc\":\"2.0\",\"id\":1}", -32600)] {
         let (status, answer) = send(&server, &path, &own, body).await;
         assert_eq!((status, &answer["error"]["code"]), (400, &json!(code)), "{body}: {answer}");
     }
     assert_eq!(send(&server, &path, &[own[0], ("accept", "application/json")], &list).await.0, 406);
     assert_eq!(send(&server, &path, &[own[0], ("content-type", "text/plain")], &list).await.0, 415);
-    // An older client gets the version it asked for.
+    // An older client gets the version that it requests.
     let old = json!({ "protocolVersion": "2024-11-05", "capabilities": {}, "clientInfo": { "name": "old", "version": "1" } });
     let (_, answer) = send(&server, &path, &[], &request(1, "initialize", old).to_string()).await;
     assert_eq!(answer["result"]["protocolVersion"], "2024-11-05", "{answer}");
@@ -70,7 +71,7 @@ async fn sessions_begin_with_initialize_and_end_with_delete() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_may_come_in() {
+async fn mcp_endpoint_checks_origin_and_token() {
     let (server, path) = host("guarded", json!({})).await;
     let initialize = json!({ "protocolVersion": "2025-11-25", "capabilities": {}, "clientInfo": { "name": "c", "version": "1" } });
     let initialize = request(0, "initialize", initialize).to_string();
@@ -94,7 +95,7 @@ async fn who_may_come_in() {
         assert!(challenge.starts_with("Bearer realm="), "{challenge}");
         assert_eq!(challenge.contains("error=\"invalid_token\""), token.is_some(), "{challenge}");
     }
-    // A token for this server alone reaches it by its id, and nothing else.
+    // A token for this MCP server may call it by its id, and nothing else.
     let id = server.mcp_server("guarded").await["id"].as_str().unwrap().to_owned();
     let made = server
         .request("POST", "/api/v1/tokens", Some(json!({ "name": "own", "workspace_id": id })))
@@ -115,15 +116,15 @@ async fn who_may_come_in() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stream_that_was_cut_off_is_gone_on_with() {
+async fn cut_off_stream_is_resumed_after_its_last_event() {
     let (server, path) = host("streams", json!({})).await;
     let client = McpClient::open(&server, &path).await;
     let params = json!({ "name": "progress", "arguments": { "steps": 3, "text": "done" }, "_meta": { "progressToken": 5 } });
     let response = client.post(&request(9, "tools/call", params)).await;
     assert_eq!(response.headers()["content-type"], "text/event-stream");
-    let mut events = emergent_test_support::sse::EventReader::new(response);
+    let mut events = EventReader::new(response);
     let first = events.next().await.unwrap();
-    assert_eq!(first.data, Value::Null, "it begins with something to come back with");
+    assert_eq!(first.data, Value::Null, "the first event has an id to resume after, and no data");
     let second = events.next().await.unwrap();
     assert_eq!(second.data["params"]["progressToken"], 5);
     drop(events);
@@ -131,7 +132,7 @@ async fn a_stream_that_was_cut_off_is_gone_on_with() {
     let seen: Vec<Value> = rest.into_iter().map(|event| event.data).collect();
     assert_eq!(seen.len(), 3, "{seen:?}");
     assert_eq!(seen[2]["id"], 9, "{seen:?}");
-    // What the server says unasked comes to who listens, also what came before.
+    // A listening stream gets messages that the server sends by itself, also earlier ones.
     client.text(10, "notify", json!({ "method": "notifications/tools/list_changed" })).await;
     let told = client.listen(None).await.until(|event| !event.data.is_null()).await;
     assert_eq!(told.data["method"], "notifications/tools/list_changed");
@@ -140,7 +141,7 @@ async fn a_stream_that_was_cut_off_is_gone_on_with() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sessions_survive_a_crash_of_the_server_they_share() {
+async fn sessions_survive_a_crash_of_their_shared_server() {
     let (server, path) = host("crashing", json!({})).await;
     let client = McpClient::open(&server, &path).await;
     let answer = client.tool(1, "crash", json!({ "code": 3 })).await;
@@ -152,31 +153,31 @@ async fn sessions_survive_a_crash_of_the_server_they_share() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_session_has_its_own_process_where_that_is_wanted() {
+async fn per_session_mode_runs_one_process_for_each_session() {
     let (server, path) = host("own", json!({ "mode": "per_session" })).await;
     let (a, b) = (McpClient::open(&server, &path).await, McpClient::open(&server, &path).await);
     let pids = [a.text(1, "pid", json!({})).await, b.text(1, "pid", json!({})).await];
     assert_ne!(pids[0], pids[1]);
     assert_eq!(server.mcp_server("own").await["usage"]["processes"], 2);
-    // One asks its client, and gets that client's answer.
+    // A server sends a request to its client, and gets the answer of that client.
     let params = json!({ "name": "ask", "arguments": { "method": "roots/list" } });
     let response = a.post(&request(2, "tools/call", params)).await;
-    let mut events = emergent_test_support::sse::EventReader::new(response);
-    let asked = events.until(|event| event.data["method"] == "roots/list").await.data;
+    let mut events = EventReader::new(response);
+    let from_server = events.until(|event| event.data["method"] == "roots/list").await.data;
     let roots =
-        json!({ "jsonrpc": "2.0", "id": asked["id"], "result": { "roots": [{ "uri": "file:///a" }] } });
+        json!({ "jsonrpc": "2.0", "id": from_server["id"], "result": { "roots": [{ "uri": "file:///a" }] } });
     assert_eq!(a.post(&roots).await.status(), 202);
     let answer = events.until(|event| event.data["id"] == 2).await.data;
     assert!(answer.to_string().contains("file:///a"), "{answer}");
-    // A crash ends one session, and the other does not notice.
+    // A crash ends one session, and the other continues.
     a.tool(3, "crash", json!({ "code": 1 })).await;
     let again = a.post(&request(4, "tools/list", json!({}))).await;
     assert_eq!(again.status(), 404);
     assert_eq!(b.text(5, "echo", json!({ "text": "here" })).await, "here");
-    // A call without a session has a process for itself.
+    // A call without a session has a process of its own.
     let pid = server.mcp_text("own", "pid", json!({})).await;
     assert!(!pids.contains(&pid));
-    // Its end does not wait for those who still listen, or for what it still does.
+    // The end of a session does not wait for its streams and calls.
     let listening = b.listen(None).await;
     let sleep =
         request(6, "tools/call", json!({ "name": "sleep", "arguments": { "ms": 600_000, "text": "late" } }));
@@ -187,16 +188,15 @@ async fn each_session_has_its_own_process_where_that_is_wanted() {
     let (answered, ended) = tokio::join!(b.post(&sleep), end);
     assert_eq!((answered.status().as_u16(), ended), (200, 204));
     listening.collect().await;
-    let begun = Instant::now();
-    while server.mcp_server("own").await["usage"]["processes"] != 0 {
-        assert!(begun.elapsed() < Duration::from_secs(15), "processes are left");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until("no process is left", Duration::from_secs(15), async || {
+        server.mcp_server("own").await["usage"]["processes"] == 0
+    })
+    .await;
     server.remove_mcp("own").await;
     server.stop();
 }
 
-/// What every request of the modern era says of itself.
+/// The parameters of a request in the modern era, which has its protocol version in each request.
 fn modern(params: Value) -> Value {
     let mut params = params;
     params["_meta"] = json!({
@@ -234,11 +234,11 @@ async fn clients_of_the_modern_era_need_no_session() {
     let listen =
         listen.header(version.0, version.1).header("accept", "text/event-stream").send().await.unwrap();
     assert_eq!((listen.status().as_u16(), listen.headers()["allow"].to_str().unwrap()), (405, "POST"));
-    // Beside one of the other era.
+    // A client of the legacy era uses the same server.
     let client = McpClient::open(&server, &path).await;
     assert_eq!(client.text(1, "echo", json!({ "text": "old" })).await, "old");
     server.remove_mcp("dual").await;
-    // One that only knows the other era says so.
+    // A server of the legacy era refuses the version.
     server.register(&mcp::image(BINARY), json!({ "name": "old", "provider": "docker" })).await;
     let path = format!("{SERVERS}/old/mcp");
     let (status, answer) = send(&server, &path, &headers, &call).await;
@@ -249,7 +249,7 @@ async fn clients_of_the_modern_era_need_no_session() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_speaks_http_itself_is_reached_through_its_sandbox_alone() {
+async fn http_server_is_reached_only_through_its_sandbox() {
     for network in ["nat", "isolated"] {
         let command = json!(["mcp-fixture", "--http", "127.0.0.1:8931"]);
         let more = json!({ "command": command, "stdio_bridge": false, "port": 8931, "network": network });
@@ -259,7 +259,7 @@ async fn a_server_that_speaks_http_itself_is_reached_through_its_sandbox_alone()
         for turn in 1..5 {
             assert_eq!(client.text(turn, "echo", json!({ "text": "through" })).await, "through");
         }
-        // Access is ours to check.
+        // The endpoint checks tokens and origins.
         let url = format!("{}{path}", server.url);
         assert_eq!(server.client().post(&url).body("{}").send().await.unwrap().status(), 401);
         let evil = send(&server, &path, &[("origin", "http://evil.example")], "{}").await;
@@ -274,7 +274,7 @@ async fn a_server_that_speaks_http_itself_is_reached_through_its_sandbox_alone()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn logs_are_followed_as_they_come() {
+async fn followed_logs_are_streamed_and_resumed() {
     let (server, _) = host("talkative", json!({})).await;
     server.mcp_text("talkative", "stderr", json!({ "text": "one" })).await;
     let path = format!("{SERVERS}/talkative/logs?follow=true");

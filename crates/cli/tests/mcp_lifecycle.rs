@@ -1,18 +1,18 @@
-//! Hosted MCP servers: registered, started with the server, started again, stopped with it.
+//! The lifecycle of hosted MCP servers. Some tests have the title of a scenario in the requirements as name.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use emergent_test_support::command::docker;
 use emergent_test_support::mcp::{self, SERVERS};
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, workspace_path};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// An MCP server in bash: it answers `initialize`, ignores that its input ends, and takes 6 s to end on SIGTERM.
-/// Bash handles a signal only between two commands, so none of them may take long: the end of the input and
-/// the signal come at the same time.
+/// An MCP server in bash. It answers `initialize`, ignores the end of its input, and takes 6 s to end at SIGTERM. Bash handles a signal
+/// only between two commands, so each command is short.
 const SLOW_TO_END: &str = r#"
 cat /data/bye >&2
 trap 'sleep 6; echo "said bye" > /data/bye; exit 0' TERM
@@ -25,14 +25,9 @@ done
 while :; do sleep 0.1; done
 "#;
 
-/// What runs in a server's sandbox besides the guest agent.
+/// The number of processes in the sandbox of an MCP server, without the guest agent.
 async fn processes(server: &TestServer, name: &str) -> u64 {
     server.mcp_server(name).await["usage"]["processes"].as_u64().unwrap()
-}
-
-fn docker(arguments: &[&str]) -> String {
-    let output = std::process::Command::new("docker").args(arguments).output().unwrap();
-    String::from_utf8_lossy(&output.stdout).trim().to_owned()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -48,13 +43,13 @@ async fn successful_mcp_server_registration() {
     assert_eq!(made["resource_limits"], json!({ "cpu": "0.5", "memory": "512M", "disk": "1G" }));
     assert_eq!(made["initialize_result"]["serverInfo"]["name"], "mcp-chaos", "{made:#}");
     let id = made["id"].as_str().unwrap();
-    // It is a row like a workspace's, and the bridge reaches it by its name and by its id.
-    let row = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    // It is also listed as a workspace, and can be called by its name and by its id.
+    let row = server.workspace(id).await;
     assert_eq!((&row["status"], &row["expires_at"]), (&json!("ready"), &Value::Null), "{row:#}");
     for name in ["first", id] {
         assert_eq!(server.mcp_text(name, "echo", json!({ "text": "hello" })).await, "hello");
     }
-    // It runs as the image says, in its directory, and sees its variable, which is shown nowhere.
+    // It runs with the user and directory of the image, and has its variable. The value of the variable is shown nowhere.
     let whoami: Value = serde_json::from_str(&server.mcp_text("first", "whoami", json!({})).await).unwrap();
     assert_eq!((&whoami["uid"], &whoami["cwd"]), (&json!(1000), &json!("/srv")), "{whoami}");
     assert_eq!(server.mcp_text("first", "env", json!({ "name": "SECRET" })).await, "s3cr3t-value");
@@ -62,7 +57,7 @@ async fn successful_mcp_server_registration() {
     let shown = docker(&["inspect", container]) + &made.to_string() + &server.log();
     assert!(!shown.contains("s3cr3t-value"));
     assert_eq!(made["environment"], json!(["SECRET"]));
-    // What is not a server, and names that are taken.
+    // Unknown, used and invalid names.
     assert_eq!(server.request("GET", &format!("{SERVERS}/nobody"), None).await.error(404), "not_found");
     let again = json!({ "name": "first", "image": image });
     assert_eq!(server.request("POST", SERVERS, Some(again)).await.error(409), "conflict");
@@ -73,8 +68,8 @@ async fn successful_mcp_server_registration() {
     ] {
         server.request("POST", SERVERS, Some(request)).await.error(status);
     }
-    // It is none of the workspaces' business.
-    let workspace = format!("/api/v1/agent/workspaces/{id}");
+    // The calls of workspaces refuse it.
+    let workspace = workspace_path(id);
     server.request("POST", &format!("{workspace}/bash"), Some(json!({ "command": "id" }))).await.error(422);
     server.request("POST", &format!("{workspace}/stop"), Some(json!({}))).await.error(422);
     server.request("DELETE", &workspace, None).await.error(422);
@@ -93,7 +88,7 @@ async fn mcp_server_auto_start_on_emergent_boot() {
         server.register(&image, json!({ "name": name, "provider": "docker" })).await;
         server.wait_for_status(name, "ready").await;
     }
-    // Stopped in good order: the containers are there and don't run.
+    // After SIGTERM the containers exist and don't run.
     server.terminate();
     let label = format!("label=emergent.installation={}", server.installation());
     assert_eq!(docker(&["ps", "--quiet", "--filter", &label]), "");
@@ -103,7 +98,7 @@ async fn mcp_server_auto_start_on_emergent_boot() {
         server.wait_for_status(name, "ready").await;
         assert_eq!(server.mcp_text(name, "echo", json!({ "text": name })).await, name);
     }
-    // Killed: the sandboxes go on without it, and are taken back. No process runs twice.
+    // After SIGKILL the containers continue, and the next server takes them over. No process runs twice.
     server.kill();
     assert_eq!(docker(&["ps", "--quiet", "--filter", &label]).lines().count(), 3);
     server.start_again().await;
@@ -117,7 +112,7 @@ async fn mcp_server_auto_start_on_emergent_boot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_takes_its_time_is_there_again_after_emergent_was_killed() {
+async fn slow_starting_server_is_ready_after_emergent_was_killed() {
     let mut server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);
     for provider in ["gvisor", "docker"] {
@@ -130,8 +125,8 @@ async fn a_server_that_takes_its_time_is_there_again_after_emergent_was_killed()
     for name in ["gvisor", "docker"] {
         let ready = server.wait_for_status(name, "ready").await;
         assert_eq!((&ready["restarts"], &ready["last_exit"]), (&json!(0), &Value::Null), "{ready:#}");
-        // Ours that hold the channel are not among its processes.
-        assert_eq!(server.mcp_server(name).await["usage"]["processes"], 1);
+        // The agent's processes for the channel are not counted.
+        assert_eq!(processes(&server, name).await, 1);
         server.remove_mcp(name).await;
     }
     server.stop();
@@ -145,7 +140,7 @@ async fn mcp_server_process_exits_with_error() {
     let container =
         docker(&["inspect", "--format", "{{.Id}}", made["provider_workspace_id"].as_str().unwrap()]);
     server.mcp_text("fragile", "stderr", json!({ "text": "about to break" })).await;
-    // Who waits is told at once, and others too.
+    // A waiting call fails at once, and so does the call that caused the crash.
     let slow = server.mcp_tool("fragile", "sleep", json!({ "ms": 60_000, "text": "late" }));
     let crash = async {
         server.wait_until_mcp("fragile", "pending_calls", |calls| calls == 1).await;
@@ -153,7 +148,7 @@ async fn mcp_server_process_exits_with_error() {
     };
     let (slow, crash) = tokio::join!(slow, crash);
     for answer in [slow, crash] {
-        let message = answer.body["error"]["message"].as_str().unwrap_or_default().to_owned();
+        let message = answer.message().to_owned();
         assert_eq!(answer.error(502), "sandbox_lost");
         assert!(message.contains("exit code 7") && message.contains("restarted"), "{message}");
     }
@@ -168,7 +163,7 @@ async fn mcp_server_process_exits_with_error() {
     assert!(log.contains("an MCP server has ended") && log.contains("exit code 7"), "{log}");
     let lines = server.request("GET", &format!("{SERVERS}/fragile/logs"), None).await.ok();
     assert!(lines.to_string().contains("it ended with exit code 7"), "{lines:#}");
-    // By hand it gets a new container, and what was counted is forgotten.
+    // A restart by the API makes a new container and resets the number of restarts.
     let restarted = server.request("POST", &format!("{SERVERS}/fragile/restart"), Some(json!({}))).await.ok();
     assert_eq!((&restarted["status"], &restarted["restarts"]), (&json!("ready"), &json!(0)), "{restarted:#}");
     let new = docker(&["inspect", "--format", "{{.Id}}", made["provider_workspace_id"].as_str().unwrap()]);
@@ -178,7 +173,7 @@ async fn mcp_server_process_exits_with_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_refuses_to_initialize_is_ended_and_callers_are_told() {
+async fn server_that_refuses_to_initialize_is_stopped_and_callers_get_the_reason() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);
     let request = json!({ "name": "refuses", "args": ["refuse-initialize"], "provider": "docker", "restart_policy": "never" });
@@ -212,12 +207,8 @@ async fn mcp_server_crash_loop_detection() {
     assert_eq!(refused.error(503), "unavailable");
     assert!(server.metrics().await.contains("emergent_mcp_crash_loops_total 1"));
     assert!(server.log().contains("an MCP server ends again and again"));
-    // The next pauses are 15 and 45 s; one of them is waited for.
-    let again = Instant::now();
-    while server.mcp_server("broken").await["restarts"] == 4 {
-        assert!(again.elapsed() < Duration::from_secs(20), "it is not started again");
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    // The pauses are 5, 15 and 45 s. The test waits for the first restart after a pause.
+    server.wait_until_mcp("broken", "restarts", |count| count > 4).await;
     let held = server.wait_for_status("broken", "restarting").await;
     assert_eq!(held["restarts"], 5);
     server.remove_mcp("broken").await;
@@ -237,7 +228,7 @@ async fn mcp_server_graceful_shutdown_on_emergent_stop() {
     server.wait_for_status("deaf", "ready").await;
     let begun = Instant::now();
     server.terminate();
-    // Both had 30 s, at the same time: one used six of them, the other all, and was killed.
+    // Both had 30 s at the same time. One ended after 6 s, and the other was killed after 30 s.
     assert!(begun.elapsed().as_secs() >= 28, "{:?}", begun.elapsed());
     let label = format!("label=emergent.installation={}", server.installation());
     assert_eq!(docker(&["ps", "--quiet", "--filter", &label]), "");
@@ -251,7 +242,7 @@ async fn mcp_server_graceful_shutdown_on_emergent_stop() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_to_be_left_alone_is() {
+async fn restart_policy_decides_whether_an_ended_server_is_restarted() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);
     for (name, policy, code, status) in [

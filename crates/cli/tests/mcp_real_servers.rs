@@ -1,4 +1,4 @@
-//! MCP servers as they come from their registries, each in gVisor: `scripts/setup test` makes their images.
+//! MCP servers from the public registries, each on gVisor. `scripts/setup test` makes their images.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
-/// A server that hosts this image, without a network.
+/// Starts a server that hosts this image without a network.
 async fn host(name: &str, more: Value) -> TestServer {
     let server = TestServer::start_with(BINARY, &[]).await;
     let mut wanted = json!({ "name": name, "network": "isolated" });
@@ -19,13 +19,13 @@ async fn host(name: &str, more: Value) -> TestServer {
     server
 }
 
-async fn leave(server: TestServer, name: &str) {
+async fn stop(server: TestServer, name: &str) {
     server.remove_mcp(name).await;
     server.stop();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_everything_answers_with_progress_and_is_cancelled() {
+async fn everything_server_answers_with_progress_and_errors() {
     let server = host("everything", json!({})).await;
     assert_eq!(server.mcp_text("everything", "echo", json!({ "message": "hello" })).await, "Echo: hello");
     assert_eq!(
@@ -42,11 +42,11 @@ async fn server_everything_answers_with_progress_and_is_cancelled() {
     assert!(prompt.to_string().contains("This is a simple prompt without arguments."), "{prompt}");
     let wrong = client.tool(3, "get-sum", json!({ "a": "x", "b": 1 })).await;
     assert_eq!(wrong["result"]["isError"], true, "{wrong}");
-    leave(server, "everything").await;
+    stop(server, "everything").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_filesystem_stays_in_its_volume_and_keeps_it() {
+async fn filesystem_server_is_confined_to_its_volume_and_keeps_it() {
     let server = host("filesystem", json!({ "volumes": ["files:/data"] })).await;
     let write = json!({ "path": "/data/a.txt", "content": "one\ntwo\n" });
     let written = server.mcp_text("filesystem", "write_file", write).await;
@@ -57,11 +57,11 @@ async fn server_filesystem_stays_in_its_volume_and_keeps_it() {
     server.request("POST", &format!("{SERVERS}/filesystem/restart"), Some(json!({}))).await.ok();
     let read = server.mcp_text("filesystem", "read_text_file", json!({ "path": "/data/a.txt" })).await;
     assert_eq!(read, "one\ntwo\n");
-    leave(server, "filesystem").await;
+    stop(server, "filesystem").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_memory_remembers_after_the_server_was_killed() {
+async fn memory_server_keeps_its_volume_after_emergent_was_killed() {
     let mut server = host("memory", json!({ "volumes": ["memory:/data"] })).await;
     let ada = json!({ "name": "Ada", "entityType": "person", "observations": ["writes programs"] });
     server.mcp_tool("memory", "create_entities", json!({ "entities": [ada] })).await.ok();
@@ -70,28 +70,28 @@ async fn server_memory_remembers_after_the_server_was_killed() {
     server.wait_for_status("memory", "ready").await;
     let found = server.mcp_tool("memory", "search_nodes", json!({ "query": "ada" })).await.ok();
     assert!(found.to_string().contains("writes programs"), "{found}");
-    leave(server, "memory").await;
+    stop(server, "memory").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_time_converts() {
+async fn time_server_converts_time_zones() {
     let server = host("time", json!({})).await;
     let arguments = json!({ "source_timezone": "UTC", "time": "12:00", "target_timezone": "Asia/Tokyo" });
     let converted = server.mcp_text("time", "convert_time", arguments).await;
     assert!(converted.contains("T21:00:00+09:00"), "{converted}");
     let wrong = server.mcp_tool("time", "get_current_time", json!({ "timezone": "Nowhere/None" })).await.ok();
     assert_eq!(wrong["result"]["isError"], true, "{wrong}");
-    leave(server, "time").await;
+    stop(server, "time").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn server_git_works_on_a_repository() {
+async fn git_server_reads_a_repository_in_its_volume() {
     let server = host("git", json!({ "volumes": ["repository:/data"] })).await;
     let at = json!({ "repo_path": "/data" });
     let none = server.mcp_tool("git", "git_status", at.clone()).await.ok();
     assert_eq!(none["result"]["isError"], true, "{none}");
-    leave(server, "git").await;
-    // A repository that was there before: made by the image itself.
+    stop(server, "git").await;
+    // The next start makes a repository with the git of the image.
     let script = "git init -q -b main /data && cd /data && git config user.email a@b && git config user.name T && \
                   echo one > a.txt && git add . && git commit -q -m 'Add a.txt'; echo two >> a.txt; \
                   exec /usr/bin/python3 /usr/local/bin/mcp-server-git";
@@ -101,5 +101,5 @@ async fn server_git_works_on_a_repository() {
     assert!(log.contains("Add a.txt"), "{log}");
     let diff = server.mcp_text("git", "git_diff_unstaged", at).await;
     assert!(diff.contains("+two"), "{diff}");
-    leave(server, "git").await;
+    stop(server, "git").await;
 }

@@ -1,5 +1,4 @@
-//! What an operator sees: use of CPU, memory and disk, alerts, events, a list that follows; and what is stopped because
-//! nobody uses it.
+//! Usage of CPU, memory and disk, alerts, events, the watched list, and the stop of idle workspaces.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,12 +8,12 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use emergent_test_support::server::TestServer;
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
 
-/// A command line that runs until it is dropped, and its lines.
+/// A running command of the CLI with the lines of its output. Dropping it kills the command.
 struct Following {
     process: Child,
     lines: Receiver<String>,
@@ -37,7 +36,7 @@ impl Following {
         Self { process, lines }
     }
 
-    /// The next line with all of these texts in it.
+    /// The next line that contains all of these texts.
     fn until(&self, texts: &[&str]) -> String {
         let deadline = Instant::now() + Duration::from_secs(90);
         let mut others = Vec::new();
@@ -58,13 +57,14 @@ impl Drop for Following {
     }
 }
 
-/// Events are told to those who listen: this waits until one does.
+/// Starts `emergent events`, and waits until it gets events. Events before its connection are not sent to it.
 async fn listen(server: &TestServer) -> Following {
     let events = Following::start(server, &["events", "--json"]);
     let begun = Instant::now();
     loop {
         let id = server.create(json!({ "provider": "docker" })).await;
         server.destroy(&id).await;
+        // An event may need a moment. Without one, the loop makes new events.
         tokio::time::sleep(Duration::from_millis(300)).await;
         if events.lines.try_iter().any(|line| line.contains(&id)) {
             return events;
@@ -74,7 +74,7 @@ async fn listen(server: &TestServer) -> Following {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
+async fn workspace_near_its_disk_limit_raises_an_alert_in_log_metrics_and_events() {
     let server = TestServer::start(BINARY).await;
     let events = listen(&server).await;
     let id = server.create(json!({ "resource_limits": { "disk": "64M", "memory": "512M" } })).await;
@@ -86,7 +86,7 @@ async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
     let text = server.metrics().await;
     assert!(text.contains("emergent_usage_alerts_total{resource=\"disk\"} 1"), "{text}");
     assert!(text.contains(&format!("emergent_workspace_disk_bytes{{workspace=\"{id}\"}} ")), "{text}");
-    let seen = server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok();
+    let seen = server.workspace(&id).await;
     assert!(seen["usage"]["disk_bytes"].as_u64().unwrap() >= 48 << 20, "{seen}");
     assert!(seen["usage"]["memory_bytes"].as_u64().unwrap() > 0, "{seen}");
     server.bash(&id, "rm big").await;
@@ -98,45 +98,39 @@ async fn a_workspace_near_a_limit_is_alerted_in_log_metrics_and_events() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn memory_is_the_workspaces_own_on_every_provider() {
+async fn memory_usage_is_that_of_the_workspace_on_every_container_provider() {
     let server = TestServer::start(BINARY).await;
     for provider in ["docker", "gvisor"] {
         let limits = json!({ "memory": "512M" });
         let id = server.create(json!({ "provider": provider, "resource_limits": limits })).await;
-        let seen =
-            async || server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["usage"].clone();
+        let seen = async || server.workspace(&id).await["usage"].clone();
         let before = seen().await;
         assert_eq!(before["memory_limit_bytes"], 512 << 20, "{provider}: {before}");
         assert!(before["memory_bytes"].as_u64().unwrap() < 256 << 20, "{provider}: {before}");
         server
-            .begin(
+            .start_in_background(
                 &id,
                 "python3 -c 'x = bytearray(200 << 20); open(\"full\", \"w\"); import time; time.sleep(600)'",
             )
             .await;
         server.bash(&id, "until [ -e full ]; do sleep 0.1; done").await;
-        // gVisor counts what it has given out a moment later.
-        let begun = Instant::now();
-        loop {
-            let after = seen().await;
-            if after["memory_bytes"].as_u64().unwrap() > 200 << 20 {
-                break;
-            }
-            assert!(begun.elapsed() < Duration::from_secs(30), "{provider}: {after}");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
+        // gVisor counts new memory with a delay.
+        wait_until("the memory is counted", Duration::from_secs(30), async || {
+            seen().await["memory_bytes"].as_u64().unwrap() > 200 << 20
+        })
+        .await;
         server.destroy(&id).await;
     }
     server.stop();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_list_that_watches_follows_what_happens() {
+async fn watched_list_shows_changes_of_workspaces() {
     let server = TestServer::start(BINARY).await;
     let list = Following::start(&server, &["workspace", "list", "--watch"]);
     let id = server.create(json!({ "provider": "docker" })).await;
     list.until(&[&id, "ready"]);
-    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), Some(json!({}))).await.ok();
+    server.act(&id, "stop").await;
     list.until(&[&id, "stopped"]);
     server.destroy(&id).await;
     drop(list);
@@ -144,7 +138,7 @@ async fn a_list_that_watches_follows_what_happens() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
+async fn idle_workspaces_are_stopped_and_used_ones_are_not() {
     let server = TestServer::start_with(
         BINARY,
         &[("EMERGENT_ALLOW_DOCKER", "true"), ("WORKSPACE_IDLE_STOP_SECONDS", "10")],
@@ -156,7 +150,7 @@ async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
     let busy = server.create(json!({})).await;
     server.bash(&idle, "echo kept > file").await;
     let wait = "touch begun; until [ -e end ]; do sleep 0.1; done; echo done";
-    let operation = server.begin(&with_background, wait).await;
+    let operation = server.start_in_background(&with_background, wait).await;
     let running = server.tool(&busy, "bash", json!({ "command": wait }));
     let others = async {
         server.bash(&busy, "until [ -e begun ]; do sleep 0.1; done").await;
@@ -176,14 +170,11 @@ async fn what_nobody_uses_is_stopped_and_what_is_used_is_not() {
     assert_eq!(seen["stdout"], "done\n", "{seen}");
     server.advance_clock(15);
     for id in [&busy, &with_background] {
-        let begun = Instant::now();
-        while server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["status"] != "stopped" {
-            assert!(begun.elapsed() < Duration::from_secs(60), "{id} is not stopped");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        let is_stopped = async || server.workspace(id).await["status"] == "stopped";
+        wait_until("the workspace is stopped", Duration::from_secs(60), is_stopped).await;
     }
-    // Stopped, not gone.
-    server.request("POST", &format!("{WORKSPACES}/{idle}/resume"), Some(json!({}))).await.ok();
+    // The idle workspace is stopped and keeps its files.
+    server.act(&idle, "resume").await;
     assert_eq!(server.bash(&idle, "cat file").await, "kept\n");
     for id in [idle, busy, with_background] {
         server.destroy(&id).await;

@@ -1,10 +1,10 @@
-//! The APIs' descriptions that are checked in are those that the program has. `make openapi` renews them.
+//! The checked-in OpenAPI documents are those of the program. `make openapi` writes them.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[test]
-fn the_descriptions_that_are_checked_in_are_current() {
-    // Asked for now: clones at different places may share what was compiled.
+fn checked_in_openapi_documents_are_current() {
+    // The variable is read at run time, because clones in different directories may share the compiled test.
     let own = std::env::var("CARGO_MANIFEST_DIR").unwrap();
     for (name, current) in emergent_control_plane::openapi_documents() {
         let checked_in = std::fs::read_to_string(format!("{own}/../../openapi/{name}")).unwrap_or_default();
@@ -16,7 +16,7 @@ fn the_descriptions_that_are_checked_in_are_current() {
 }
 
 #[test]
-fn names_are_described_as_they_are_written() {
+fn enum_values_in_openapi_documents_are_lower_case() {
     fn check(name: &str, part: &serde_json::Value) {
         if let Some(names) = part["enum"].as_array() {
             for text in names.iter().filter_map(|text| text.as_str()) {

@@ -1,20 +1,21 @@
-//! What is left after a crash: nothing that should not be, and everything that should.
+//! Recovery after a crash: complete changes are kept, incomplete ones are undone, orphans are removed, and the audit log is complete.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::process::Command;
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::TestServer;
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
 #[tokio::test]
-async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands() {
+async fn background_commands_survive_a_killed_server() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let command = "for i in $(seq 1 1000); do echo tick $i; sleep 0.1; done";
-    let path = server.begin(&id, command).await;
+    let path = server.start_in_background(&id, command).await;
     let mut before = server.request("GET", &path, None).await.ok();
     while before["next_offset"] == 0 {
         before = server.request("GET", &path, None).await.ok();
@@ -22,7 +23,7 @@ async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands
     server.kill();
     server.start_again().await;
     assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
-    // The command went on, and its output can be read on from where it was.
+    // The command continued, and its output can be read from the last offset.
     let offset = before["next_offset"].as_u64().unwrap();
     let mut after = server.request("GET", &format!("{path}?offset={offset}"), None).await.ok();
     while after["next_offset"].as_u64() == Some(offset) {
@@ -39,7 +40,7 @@ async fn a_ready_workspace_survives_a_killed_server_with_its_background_commands
 }
 
 #[tokio::test]
-async fn every_call_that_was_answered_is_in_the_audit_log_of_a_killed_server() {
+async fn answered_calls_are_in_the_audit_log_after_the_server_was_killed() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     for round in 1..=3 {
@@ -61,11 +62,11 @@ async fn every_call_that_was_answered_is_in_the_audit_log_of_a_killed_server() {
 }
 
 #[tokio::test]
-async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
+async fn kill_during_creates_and_destroys_leaves_nothing() {
     let mut server = TestServer::start(BINARY).await;
     let doomed = server.create(json!({})).await;
     let keep = server.create(json!({})).await;
-    // Several creates and a destroy are under way when the server is killed, at a different moment each time.
+    // The server is killed while several creates and a destroy run. Each pause is a different moment, not a wait for a condition.
     for pause_ms in [0, 60, 150, 300] {
         let url = format!("{}/api/v1/agent/workspaces", server.url);
         for _ in 0..3 {
@@ -77,8 +78,8 @@ async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
         tokio::time::sleep(std::time::Duration::from_millis(pause_ms)).await;
         server.kill();
         server.start_again().await;
-        // What was ready stays; what was half-made is gone, as is what was half-gone. A create that had finished
-        // without its caller hearing of it is a workspace like any other.
+        // Ready workspaces are kept. Incomplete creates are undone, and incomplete destroys are finished. A complete create is kept,
+        // though its caller got no answer.
         let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
         for workspace in listed["workspaces"].as_array().unwrap() {
             assert_eq!(workspace["status"], "ready", "{workspace}");
@@ -95,7 +96,7 @@ async fn a_server_killed_while_it_creates_and_destroys_leaves_nothing() {
 }
 
 #[tokio::test]
-async fn an_empty_sandbox_without_a_row_is_removed_after_a_grace_and_those_of_others_are_left_alone() {
+async fn orphaned_container_is_removed_after_the_grace_period_and_foreign_ones_are_kept() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
     let label = format!("emergent.installation={}", server.installation());
@@ -122,12 +123,12 @@ async fn an_empty_sandbox_without_a_row_is_removed_after_a_grace_and_those_of_ot
     server.kill();
     server.start_again().await;
     let names = || run("docker", &["ps", "--all", "--format", "{{.Names}}"]);
-    assert!(names().contains(stray), "it is left alone for a while: {}", names());
+    assert!(names().contains(stray), "it is removed before the grace period is over: {}", names());
     server.kill();
     server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
     let names = names();
     assert!(!names.contains(stray), "{names}");
-    // It had no disk: there is nothing to restore.
+    // It has no disk, so nothing is in quarantine.
     let listed = server.request("GET", "/api/v1/agent/workspaces/quarantine", None).await.ok();
     assert_eq!(listed["snapshots"], json!([]));
     assert!(names.contains(&foreign), "{names}");
@@ -138,7 +139,7 @@ async fn an_empty_sandbox_without_a_row_is_removed_after_a_grace_and_those_of_ot
 }
 
 #[tokio::test]
-async fn a_damaged_row_is_named_in_its_list_and_its_sandbox_is_left_alone() {
+async fn damaged_row_is_listed_as_unreadable_and_its_sandbox_is_kept() {
     let mut server = TestServer::start(BINARY).await;
     let docker = json!({ "provider": "docker", "network": "isolated" });
     let (good, damaged) = (server.create(docker.clone()).await, server.create(docker).await);
@@ -158,8 +159,8 @@ async fn a_damaged_row_is_named_in_its_list_and_its_sandbox_is_left_alone() {
         .env("EMERGENT_DATA_DIR", server.data_dir())
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("column status is damaged"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("column status is damaged"), "{stderr}");
     let quarantined = server.request("GET", "/api/v1/agent/workspaces/quarantine", None).await.ok();
     assert_eq!(quarantined["snapshots"], json!([]));
     assert_eq!(server.bash(&good, "echo alive").await, "alive\n");
@@ -174,19 +175,19 @@ async fn a_damaged_row_is_named_in_its_list_and_its_sandbox_is_left_alone() {
 }
 
 #[tokio::test]
-async fn a_second_server_on_the_same_data_is_refused() {
+async fn second_server_on_the_same_data_directory_is_refused() {
     let server = TestServer::start(BINARY).await;
     let output = Command::new(BINARY)
         .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
         .arg(server.data_dir())
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("in use by process"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("in use by process"), "{stderr}");
     server.stop();
 }
 
-/// The export's own calls are records too, and it ends all the same.
+/// Each export call adds a record, and the export still ends.
 #[tokio::test]
 async fn exported_audit_records_verify_and_changed_ones_do_not() {
     let server = TestServer::start(BINARY).await;
@@ -200,16 +201,16 @@ async fn exported_audit_records_verify_and_changed_ones_do_not() {
         let output = command.output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
-    let (code, said) = audit(&["export", "--output"]);
-    assert_eq!(code, Some(0), "{said}");
-    let (code, said) = audit(&["export", "--output"]);
-    assert!(code == Some(1) && said.contains("exists"), "an export is not written over: {said}");
-    let (code, said) = audit(&["verify", "--export"]);
-    assert!(code == Some(0) && said.contains("belong to this log"), "{said}");
+    let (code, stderr) = audit(&["export", "--output"]);
+    assert_eq!(code, Some(0), "{stderr}");
+    let (code, stderr) = audit(&["export", "--output"]);
+    assert!(code == Some(1) && stderr.contains("exists"), "an export was overwritten: {stderr}");
+    let (code, stderr) = audit(&["verify", "--export"]);
+    assert!(code == Some(0) && stderr.contains("belong to this log"), "{stderr}");
     let text = std::fs::read_to_string(&file).unwrap();
     assert!(text.lines().count() >= 3, "{text}");
     std::fs::write(&file, text.replacen("workspace.list", "workspace.get", 1)).unwrap();
-    let (code, said) = audit(&["verify", "--export"]);
-    assert!(code == Some(1) && said.contains("was changed"), "{said}");
+    let (code, stderr) = audit(&["verify", "--export"]);
+    assert!(code == Some(1) && stderr.contains("was changed"), "{stderr}");
     server.stop();
 }

@@ -1,18 +1,23 @@
-//! The ways a server can be set up and stopped: PostgreSQL, TLS, no root, confined tools, signals.
+//! Configurations of a server: PostgreSQL, TLS, no root, confined tools, disabled features. Also its reaction to signals, and
+//! asynchronous creates.
+
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use emergent_test_support::command::run;
 use emergent_test_support::postgres::TestPostgres;
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
+/// The time limit of a condition.
+const LIMIT: Duration = Duration::from_secs(90);
 
-/// What the command line prints; it finds the server by the data directory.
+/// Runs a command of the CLI, which must succeed, and returns its output. The command finds the server by its data directory.
 fn cli(server: &TestServer, arguments: &[&str]) -> String {
     let output = Command::new(BINARY)
         .args(arguments)
@@ -26,7 +31,7 @@ fn cli(server: &TestServer, arguments: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn a_server_on_postgresql_keeps_everything_there() {
+async fn server_on_postgresql_keeps_its_state_in_the_database() {
     let database = TestPostgres::shared().fresh_database();
     let mut server = TestServer::start_with(BINARY, &[("DATABASE_URL", &database)]).await;
     let id = server.create(json!({ "environment": { "SECRET": "hush" } })).await;
@@ -43,7 +48,7 @@ async fn a_server_on_postgresql_keeps_everything_there() {
 }
 
 #[tokio::test]
-async fn a_server_with_a_certificate_speaks_tls_only() {
+async fn server_with_a_certificate_speaks_only_tls() {
     let directory = tempfile::tempdir().unwrap();
     let (certificate, key) = (directory.path().join("certificate.pem"), directory.path().join("key.pem"));
     let made = Command::new("openssl")
@@ -61,7 +66,7 @@ async fn a_server_with_a_certificate_speaks_tls_only() {
     let server = TestServer::start_with(BINARY, &variables).await;
     assert!(server.url.starts_with("https://"), "{}", server.url);
     server.request("GET", WORKSPACES, None).await.ok();
-    // The command line and curl trust it when they are told to, and not else.
+    // The CLI and curl trust the certificate only if it is given.
     cli(&server, &["workspace", "list", "--ca-cert", certificate]);
     let refused = Command::new(BINARY)
         .args(["workspace", "list"])
@@ -69,15 +74,15 @@ async fn a_server_with_a_certificate_speaks_tls_only() {
         .output()
         .unwrap();
     assert!(!refused.status.success());
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("--ca-cert"), "{said}");
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(stderr.contains("--ca-cert"), "{stderr}");
     let live = format!("{}/health/live", server.url);
     run("curl", &["--silent", "--fail", "--cacert", certificate, &live]);
     let plain = server.url.replace("https:", "http:");
     assert!(reqwest::get(format!("{plain}/health/live")).await.is_err());
     server.stop();
 
-    // A certificate that can't be used is an error that names it, and no server.
+    // A server with an invalid certificate does not start, and the error names the file.
     let broken = Command::new(BINARY)
         .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
         .arg(directory.path().join("data"))
@@ -86,12 +91,11 @@ async fn a_server_with_a_certificate_speaks_tls_only() {
         .output()
         .unwrap();
     assert!(!broken.status.success());
-    let said = String::from_utf8_lossy(&broken.stderr).into_owned();
-    assert!(said.contains("TLS can't be used") && said.contains("key.pem"), "{said}");
+    let stderr = String::from_utf8_lossy(&broken.stderr).into_owned();
+    assert!(stderr.contains("TLS can't be used") && stderr.contains("key.pem"), "{stderr}");
 }
 
-/// A program that runs the server as `nobody` with the right to use Docker: what it gets as its data directory becomes
-/// that user's.
+/// A script that runs the server as `nobody` with access to Docker. The script makes `nobody` the owner of the data directory.
 fn unprivileged(directory: &std::path::Path) -> String {
     let (binary, script) = (directory.join("emergent"), directory.join("as-nobody"));
     std::fs::copy(BINARY, &binary).unwrap();
@@ -109,12 +113,12 @@ fn unprivileged(directory: &std::path::Path) -> String {
 }
 
 #[tokio::test]
-async fn without_root_the_disk_limit_is_watched_and_the_rest_works() {
+async fn server_without_root_watches_disk_use_instead_of_limiting_it() {
     let directory = tempfile::tempdir().unwrap();
     let server = TestServer::start_with(&unprivileged(directory.path()), &[]).await;
-    // A network that can't be made safe is refused, with what to do.
+    // A workspace with a network needs egress rules, which need root. The error names the fix.
     let refused = server.request("POST", WORKSPACES, Some(json!({}))).await;
-    let message = refused.body["error"]["message"].as_str().unwrap();
+    let message = refused.message();
     assert!(message.contains("isolated") && message.contains("root"), "{message}");
     let request = json!({ "network": "isolated", "resource_limits": { "disk": "64M" } });
     let created = server.request("POST", WORKSPACES, Some(request)).await.ok();
@@ -123,26 +127,28 @@ async fn without_root_the_disk_limit_is_watched_and_the_rest_works() {
     let id = created["id"].as_str().unwrap();
     assert_eq!(server.bash(id, "cat /etc/hostname > /dev/null; whoami").await, "root\n");
 
-    // Nearly full: said, once it is measured again.
+    // A nearly full disk is reported after the next measurement.
     server.bash(id, "head -c 55M /dev/zero > first").await;
-    loop {
+    wait_until("a note tells of the nearly full disk", LIMIT, async || {
         let answer = server.tool(id, "bash", json!({ "command": "true" })).await.ok();
-        if answer["notes"][0].as_str().is_some_and(|note| note.contains("nearly full")) {
-            break;
-        }
-    }
-    // Full and growing: who writes is killed, long before the host's disk is full.
+        answer["notes"][0].as_str().is_some_and(|note| note.contains("nearly full"))
+    })
+    .await;
+    // A command that writes beyond the limit is killed, long before the host's disk is full.
     let answer = server
         .tool(id, "bash", json!({ "command": "cat /dev/zero > second", "timeout_ms": 60000 }))
         .await
         .ok();
     assert_eq!((&answer["timed_out"], answer["exit_code"].as_i64()), (&json!(false), Some(137)), "{answer}");
     assert!(answer["notes"].to_string().contains("was killed"), "{answer}");
-    // Full: what writes is refused, and files can be removed.
+    // On a full disk the write tool is refused, and files can be removed.
     let write = json!({ "file_path": "third", "content": "x" });
     assert_eq!(server.tool(id, "write", write.clone()).await.error(422), "disk_full");
     server.bash(id, "rm first second").await;
-    while server.tool(id, "write", write.clone()).await.status != 200 {}
+    wait_until("the write tool succeeds", LIMIT, async || {
+        server.tool(id, "write", write.clone()).await.status == 200
+    })
+    .await;
     let log = server.log();
     assert!(log.contains("nearly full") && log.contains("wrote the most"), "{log}");
     server.destroy(id).await;
@@ -176,7 +182,7 @@ async fn confined_file_tools_stay_in_the_workspace() {
         ("git", json!({ "action": "status", "path": "/etc" })),
     ] {
         let refused = server.tool(&id, tool, request.clone()).await;
-        let message = refused.body["error"]["message"].as_str().unwrap_or_default().to_owned();
+        let message = refused.message().to_owned();
         assert!((400..500).contains(&refused.status), "{tool} {request}: {refused:?}");
         assert!(tool == "git" || message.contains("confined"), "{tool} {request}: {message}");
     }
@@ -189,7 +195,7 @@ async fn confined_file_tools_stay_in_the_workspace() {
 }
 
 #[tokio::test]
-async fn an_image_without_a_shell_has_file_tools() {
+async fn file_tools_work_in_an_image_without_a_shell() {
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let request = json!({ "provider": provider, "image": "emergent/test-empty:latest" });
@@ -207,7 +213,7 @@ async fn an_image_without_a_shell_has_file_tools() {
             [("bash", json!({ "command": "true" })), ("git", json!({ "action": "status" }))]
         {
             let refused = server.tool(&id, tool, request).await;
-            let message = refused.body["error"]["message"].as_str().unwrap().to_owned();
+            let message = refused.message().to_owned();
             assert!(message.contains("image"), "{tool}: {message}");
             refused.error(422);
         }
@@ -217,32 +223,34 @@ async fn an_image_without_a_shell_has_file_tools() {
 }
 
 #[tokio::test]
-async fn a_create_that_nobody_waits_for_is_ready_later() {
+async fn asynchronous_create_becomes_ready_or_an_error() {
     let server = TestServer::start(BINARY).await;
     let create = |body: &'static str| {
         let request = server.client().post(format!("{}{WORKSPACES}", server.url)).bearer_auth(&server.token);
         request.header("Prefer", "respond-async").body(body).send()
     };
-    let settled = async |id: &str| loop {
-        let seen = server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok();
-        if seen["status"] != "creating" {
-            break seen;
-        }
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    let created_workspace = async |id: &str| {
+        let mut seen = Value::Null;
+        wait_until("the create ends", LIMIT, async || {
+            seen = server.workspace(id).await;
+            seen["status"] != "creating"
+        })
+        .await;
+        seen
     };
     let answer = create("{}").await.unwrap();
     assert_eq!(answer.status(), 202);
     let created: Value = answer.json().await.unwrap();
     assert_eq!(created["status"], "creating", "{created}");
     let id = created["id"].as_str().unwrap();
-    assert_eq!(settled(id).await["status"], "ready");
+    assert_eq!(created_workspace(id).await["status"], "ready");
     assert_eq!(server.bash(id, "echo works").await, "works\n");
     server.destroy(id).await;
-    // A failure stays to be seen.
+    // A failed create stays in the list with its error.
     let answer = create(r#"{"image":"emergent/nosuchimage:latest"}"#).await.unwrap();
     let created: Value = answer.json().await.unwrap();
     let id = created["id"].as_str().unwrap();
-    let failed = settled(id).await;
+    let failed = created_workspace(id).await;
     assert_eq!(failed["status"], "error", "{failed}");
     assert!(failed["metadata"]["error"].to_string().contains("nosuchimage"), "{failed}");
     server.destroy(id).await;
@@ -250,7 +258,7 @@ async fn a_create_that_nobody_waits_for_is_ready_later() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wait() {
+async fn first_stop_signal_waits_for_calls_and_the_second_does_not() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "network": "isolated" })).await;
     let running = async |command: &'static str| {
@@ -262,7 +270,7 @@ async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wa
     let signal = async {
         while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
         run("kill", &[&pid]);
-        // Nobody new is let in.
+        // New connections are refused.
         while client.get(&url).send().await.is_ok() {}
     };
     let (answer, ()) = tokio::join!(running("echo > begun; sleep 2; echo done"), signal);
@@ -290,7 +298,7 @@ async fn a_server_that_is_stopped_lets_calls_end_and_a_second_signal_does_not_wa
 }
 
 #[tokio::test]
-async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
+async fn disabled_workspaces_answer_404_and_are_left_alone() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "ttl_seconds": 60 })).await;
     server.bash(&id, "echo kept > file").await;
@@ -303,14 +311,11 @@ async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
     server.start_again_with(&off).await;
     for (method, path) in [("GET", WORKSPACES.to_owned()), ("DELETE", format!("{WORKSPACES}/{id}"))] {
         let answer = server.request(method, &path, None).await;
-        assert!(
-            answer.body["error"]["message"].as_str().unwrap().contains("ENABLE_AGENT_WORKSPACES"),
-            "{answer:?}"
-        );
+        assert!(answer.message().contains("ENABLE_AGENT_WORKSPACES"), "{answer:?}");
         assert_eq!(answer.error(404), "not_found");
     }
     server.request("GET", "/api/v1/tokens", None).await.ok();
-    // Its time passes, and nothing is done about it in the time of some sweeps; no spare is made either.
+    // The workspace expires. For the time of three sweeps it must not be removed, and no spare may be made.
     server.advance_clock(63);
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(3) {
@@ -324,16 +329,17 @@ async fn workspaces_that_are_turned_off_answer_404_and_are_left_alone() {
     assert_eq!(containers.lines().collect::<Vec<_>>(), [format!("agent-workspace-{id}")]);
     assert_eq!(run("docker", &["exec", containers.trim(), "cat", "/workspace/file"]), "kept\n");
     server.terminate();
-    // Turned on again, it ends as it should have.
+    // Enabled again, the server removes it.
     server.start_again_with(&[("WORKSPACE_SWEEP_EVERY_SECONDS", "1")]).await;
-    while server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.status != 404 {
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    wait_until("the expired workspace is removed", LIMIT, async || {
+        server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.status == 404
+    })
+    .await;
     server.stop();
 }
 
 #[tokio::test]
-async fn a_provider_that_is_turned_off_is_not_used_and_its_workspaces_are_kept() {
+async fn disabled_provider_is_not_used_and_its_workspaces_are_kept() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor" })).await;
     server.bash(&id, "echo kept > file").await;
@@ -344,7 +350,7 @@ async fn a_provider_that_is_turned_off_is_not_used_and_its_workspaces_are_kept()
     assert_eq!(gvisor["status"], "disabled", "{gvisor}");
     let refused = server.request("POST", WORKSPACES, Some(json!({ "provider": "gvisor" }))).await;
     assert_eq!(refused.error(503), "unavailable");
-    // Another provider takes what does not insist.
+    // A request without a provider uses another one.
     let other = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
     assert_eq!(other["provider"], "docker", "{other}");
     server.destroy(other["id"].as_str().unwrap()).await;

@@ -1,4 +1,5 @@
-//! Output as server-sent events: whole, in order, resumed where it broke, and ended with its listener.
+//! Output as server-sent events: complete and in order, with back-pressure, resumed after a broken stream, and ended when the client
+//! disconnects.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -17,11 +18,11 @@ fn text(events: &[ServerEvent], stream: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_streamed_command_gives_its_output_as_it_comes_and_then_its_result() {
+async fn streamed_command_sends_output_as_it_is_written_and_then_its_result() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let bash = format!("/api/v1/agent/workspaces/{id}/bash");
-    // The second line waits for the first to be seen.
+    // The command writes its second line only after the test has read the first.
     let command = "echo first; while [ ! -e seen ]; do sleep 0.05; done; echo wrong >&2; echo grün; exit 3";
     let mut events = server.events("POST", &bash, Some(json!({ "command": command })), None).await;
     let first = events.next().await.unwrap();
@@ -31,7 +32,8 @@ async fn a_streamed_command_gives_its_output_as_it_comes_and_then_its_result() {
     assert_eq!((text(&rest, "stdout").as_str(), text(&rest, "stderr").as_str()), ("grün\n", "wrong\n"));
     let result = rest.last().unwrap();
     assert_eq!((result.name.as_str(), &result.data["exit_code"]), ("result", &json!(3)));
-    // A command whose output nobody reads is held back, however much it has to say; nothing of it is lost.
+    // A command blocks while its client does not read, and no output is lost. The command would end within the five seconds without
+    // back-pressure.
     let many = json!({ "command": "seq 4000000; touch done" });
     let mut events = server.events("POST", &bash, Some(many), None).await;
     let begin = events.next().await.unwrap();
@@ -45,7 +47,7 @@ async fn a_streamed_command_gives_its_output_as_it_comes_and_then_its_result() {
 }
 
 #[tokio::test]
-async fn a_streamed_command_ends_when_its_listener_hangs_up() {
+async fn streamed_command_ends_when_its_client_disconnects() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let bash = format!("/api/v1/agent/workspaces/{id}/bash");
@@ -59,8 +61,8 @@ async fn a_streamed_command_ends_when_its_listener_hangs_up() {
             &format!("for i in $(seq 200); do kill -0 {pid} || break; sleep 0.05; done; ! kill -0 {pid}"),
         )
         .await;
-    // In the background it goes on, whoever listens.
-    let operation = server.begin(&id, "echo $$; sleep 1000").await;
+    // A command in the background must not end when its client disconnects. The half second is the time in which it could.
+    let operation = server.start_in_background(&id, "echo $$; sleep 1000").await;
     let mut events = server.events("GET", &operation, None, None).await;
     let pid = events.next().await.unwrap().data["text"].as_str().unwrap().trim().to_owned();
     drop(events);
@@ -73,17 +75,17 @@ async fn a_streamed_command_ends_when_its_listener_hangs_up() {
 }
 
 #[tokio::test]
-async fn a_followed_command_goes_on_where_the_stream_broke() {
+async fn followed_command_is_resumed_after_its_stream_broke() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let command =
         "echo eins; echo zwei >&2; while [ ! -e go ]; do sleep 0.05; done; echo fünf; echo six >&2; exit 4";
-    let operation = server.begin(&id, command).await;
+    let operation = server.start_in_background(&id, command).await;
     let mut events = server.events("GET", &operation, None, None).await;
     let first = events.next().await.unwrap();
     assert_eq!((first.name.as_str(), &first.data["text"]), ("stdout", &json!("eins\n")));
     drop(events);
-    // The server dies meanwhile, and the command does not.
+    // The server is killed, and the command continues.
     server.kill();
     server.start_again().await;
     let mut events = server.events("GET", &operation, None, first.id.as_deref()).await;
@@ -93,7 +95,7 @@ async fn a_followed_command_goes_on_where_the_stream_broke() {
     let rest = events.collect().await;
     assert_eq!((text(&rest, "stdout").as_str(), text(&rest, "stderr").as_str()), ("fünf\n", "six\n"));
     assert_eq!(rest.last().unwrap().data["exit_code"], 4);
-    // From the start, all of it, also when it has ended.
+    // After its end, the whole output can be read from the start.
     let again = server.events("GET", &operation, None, None).await.collect().await;
     assert_eq!(
         (text(&again, "stdout").as_str(), text(&again, "stderr").as_str()),

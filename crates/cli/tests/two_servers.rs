@@ -1,21 +1,21 @@
-//! Two servers on one PostgreSQL: either can do everything with every workspace, they share the work, and when one ends
-//! (or is killed) the other goes on.
+//! Two servers on one PostgreSQL. Each can use every workspace, they share limits and background work, and when one stops or is
+//! killed, the other continues its changes.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::postgres::TestPostgres;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
 
-/// Two servers with a directory each, and the same database.
+/// Starts two servers with one database and a data directory each.
 async fn pair(settings: &[(&str, &str)]) -> (TestServer, TestServer) {
     let database = TestPostgres::shared().fresh_database();
     let mut all = vec![("DATABASE_URL", database.as_str()), ("EMERGENT_ALLOW_DOCKER", "true")];
@@ -31,23 +31,19 @@ async fn post(server: &TestServer, path: &str, body: Value) -> Value {
     server.request("POST", &format!("{WORKSPACES}/{path}"), Some(body)).await.ok()
 }
 
-async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so().await {
-        assert!(begun.elapsed() < Duration::from_secs(90), "in vain: {what}");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+async fn until(what: &str, holds: impl AsyncFnMut() -> bool) {
+    wait_until(what, Duration::from_secs(90), holds).await;
 }
 
 #[tokio::test]
-async fn either_server_does_everything_with_a_workspace_of_the_other() {
+async fn each_server_can_use_workspaces_of_the_other() {
     let (mut one, two) = pair(&[]).await;
     assert_eq!(one.installation(), two.installation());
     let id = one.create(json!({ "environment": { "SECRET": "hush" } })).await;
     one.bash(&id, "echo of one > file").await;
     assert_eq!(two.bash(&id, "cat file; echo $SECRET; echo of two > file").await, "of one\nhush\n");
     assert_eq!(one.bash(&id, "cat file").await, "of two\n");
-    // A command in the background is everybody's.
+    // Both servers know a command in the background.
     let begun =
         one.tool(&id, "bash", json!({ "command": "sleep 1; echo done", "background": true })).await.ok();
     let operation = format!("{WORKSPACES}/{id}/operations/{}", begun["operation_id"].as_str().unwrap());
@@ -55,13 +51,13 @@ async fn either_server_does_everything_with_a_workspace_of_the_other() {
         two.request("GET", &operation, None).await.ok()["status"] == "exited"
     })
     .await;
-    // One stops, the other resumes: the disk is the same.
+    // One server stops the workspace, and the other resumes it with the same disk.
     post(&two, &format!("{id}/stop"), json!({})).await;
     assert_eq!(status(&one, &id).await, "stopped");
     assert_eq!(one.tool(&id, "bash", json!({ "command": "true" })).await.error(409), "wrong_state");
     post(&one, &format!("{id}/resume"), json!({})).await;
     assert_eq!(two.bash(&id, "cat file").await, "of two\n");
-    // One copies, the other makes a workspace of it.
+    // One server makes a snapshot, and the other makes a workspace of it.
     let snapshot = post(&one, &format!("{id}/snapshot"), json!({})).await;
     let copy = post(&two, "from-snapshot", json!({ "snapshot_id": snapshot["id"] })).await;
     let copy = copy["id"].as_str().unwrap();
@@ -77,7 +73,7 @@ async fn either_server_does_everything_with_a_workspace_of_the_other() {
 }
 
 #[tokio::test]
-async fn both_servers_together_keep_to_the_limit_and_to_the_size_of_the_pool() {
+async fn two_servers_share_the_workspace_limit_and_the_pool() {
     let (mut one, two) = pair(&[("WORKSPACE_MAX_CONCURRENT", "6")]).await;
     let shape = json!({ "provider": "docker", "size": 3 });
     one.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
@@ -93,7 +89,7 @@ async fn both_servers_together_keep_to_the_limit_and_to_the_size_of_the_pool() {
     let ids: BTreeSet<&str> = made.iter().map(|answer| answer.body["id"].as_str().unwrap()).collect();
     assert_eq!(ids.len(), 6);
     assert!(made.iter().any(|answer| answer.body["placement"]["warm_hit"] == true), "{made:?}");
-    // Each has a sandbox of its own, which knows nothing of the others.
+    // Each workspace has a sandbox of its own.
     for id in &ids {
         assert_eq!(two.bash(id, "cat mark 2>/dev/null; echo $$ > mark").await, "");
     }
@@ -107,17 +103,25 @@ async fn both_servers_together_keep_to_the_limit_and_to_the_size_of_the_pool() {
 }
 
 #[tokio::test]
-async fn what_one_server_is_busy_with_the_other_does_not_stop() {
+async fn workspace_in_use_by_one_server_is_not_idle_for_the_other() {
     let (mut one, two) = pair(&[("WORKSPACE_IDLE_STOP_SECONDS", "10")]).await;
     let id = one.create(json!({})).await;
     let idle = one.create(json!({})).await;
-    let command = json!({ "command": "sleep 45; echo done", "timeout_ms": 60_000 });
-    let busy = one.tool(&id, "bash", command);
-    let (answer, ()) =
-        tokio::join!(busy, until("the idle one is stopped", async || status(&two, &idle).await == "stopped"));
+    let command = "until [ -e end ]; do sleep 0.1; done; echo done";
+    let busy = one.tool(&id, "bash", json!({ "command": command, "timeout_ms": 240_000 }));
+    let others = async {
+        until("the idle workspace is stopped", async || status(&two, &idle).await == "stopped").await;
+        // The stop of another idle workspace shows that later sweeps have run.
+        let next = one.create(json!({})).await;
+        until("the next idle workspace is stopped", async || status(&two, &next).await == "stopped").await;
+        assert_eq!(status(&two, &id).await, "ready");
+        one.bash(&id, "touch end").await;
+        next
+    };
+    let (answer, next) = tokio::join!(busy, others);
     assert_eq!(answer.ok()["stdout"], "done\n");
-    until("it is stopped when it is idle", async || status(&two, &id).await == "stopped").await;
-    for id in [id, idle] {
+    until("the workspace is stopped when it is idle", async || status(&two, &id).await == "stopped").await;
+    for id in [id, idle, next] {
         two.destroy(&id).await;
     }
     one.stop_beside(&two);
@@ -125,7 +129,7 @@ async fn what_one_server_is_busy_with_the_other_does_not_stop() {
 }
 
 #[tokio::test]
-async fn what_a_killed_server_had_begun_the_other_ends() {
+async fn changes_of_a_killed_server_are_finished_by_the_other() {
     let (mut one, two) = pair(&[]).await;
     let kept = one.create(json!({})).await;
     one.bash(&kept, "echo kept > file").await;
@@ -134,15 +138,18 @@ async fn what_a_killed_server_had_begun_the_other_ends() {
         one.terminate();
         one.start_again_with(&[("EMERGENT_FAILPOINT", step)]).await;
         match (&victim, step) {
-            (None, _) => one.request_in_vain("POST", WORKSPACES, Some(json!({}))).await,
+            (None, _) => one.request_ignoring_outcome("POST", WORKSPACES, Some(json!({}))).await,
             (Some(id), "stop.row_written") => {
-                one.request_in_vain("POST", &format!("{WORKSPACES}/{id}/stop"), Some(json!({}))).await;
+                one.request_ignoring_outcome("POST", &format!("{WORKSPACES}/{id}/stop"), Some(json!({})))
+                    .await;
             }
-            (Some(id), _) => one.request_in_vain("DELETE", &format!("{WORKSPACES}/{id}"), None).await,
+            (Some(id), _) => {
+                one.request_ignoring_outcome("DELETE", &format!("{WORKSPACES}/{id}"), None).await
+            }
         }
         one.wait_until_killed();
-        // The other sees that it counts no more, and does not wait for it.
-        until(&format!("{step}: nothing is in between"), async || {
+        // The other server sees that the heartbeat of this one has stopped, and takes over.
+        until(&format!("{step}: no workspace is in transition"), async || {
             let listed = two.request("GET", WORKSPACES, None).await.ok();
             let all = listed["workspaces"].as_array().unwrap().clone();
             all.iter().all(|one| matches!(one["status"].as_str().unwrap(), "ready" | "stopped"))
@@ -169,11 +176,11 @@ async fn what_a_killed_server_had_begun_the_other_ends() {
 }
 
 #[tokio::test]
-async fn an_mcp_server_is_run_by_one_server_and_taken_over_by_the_other() {
+async fn mcp_server_of_a_killed_server_is_taken_over_by_the_other() {
     let (mut one, two) = pair(&[]).await;
     one.register(&mcp::image(BINARY), json!({ "name": "common", "provider": "docker" })).await;
     one.wait_for_status("common", "ready").await;
-    // The other knows of it, and leaves it alone.
+    // The other server lists it, and does not run it.
     assert_eq!(two.mcp_server("common").await["status"], "elsewhere");
     assert_eq!(two.mcp_tool("common", "echo", json!({ "text": "x" })).await.error(503), "unavailable");
     two.request("POST", &format!("{SERVERS}/common/restart"), None).await.error(503);
@@ -183,7 +190,7 @@ async fn an_mcp_server_is_run_by_one_server_and_taken_over_by_the_other() {
     two.wait_for_status("common", "ready").await;
     assert_eq!(two.mcp_text("common", "echo", json!({ "text": "now mine" })).await, "now mine");
     assert_eq!(two.mcp_server("common").await["usage"]["processes"], 1);
-    // Back again, it is the other's; and either removes it.
+    // After its return the first server does not run it. Both can remove it.
     one.start_again().await;
     assert_eq!(one.mcp_server("common").await["status"], "elsewhere");
     one.remove_mcp("common").await;

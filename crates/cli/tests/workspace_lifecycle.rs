@@ -1,45 +1,28 @@
-//! The scenarios of the workspace lifecycle's requirements, each as a test named after its title.
+//! The scenarios in the requirements of the workspace lifecycle. Each is a test with the title of its scenario as name.
 //!
-//! They run against the real server, the real Docker engine and the real gVisor runtime. (That MCP servers are exempt
-//! from the sweep is a test of the store.)
+//! The tests use a real server, a real Docker engine and the real gVisor runtime. The scenario that MCP servers are exempt from TTL is
+//! a test of the store.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::{POOL, TestServer, WORKSPACES, workspace_path as path};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
-const POOL: &str = "/api/v1/agent/pool";
 
-fn path(id: &str) -> String {
-    format!("{WORKSPACES}/{id}")
-}
-
-async fn get(server: &TestServer, id: &str) -> Value {
-    server.request("GET", &path(id), None).await.ok()
-}
-
-/// Waits until something is so.
-async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-    let begun = Instant::now();
-    while !is_so().await {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{what}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
-/// Names of the containers that a server has.
+/// The names of a server's containers.
 fn containers(server: &TestServer) -> BTreeSet<String> {
     let filter = format!("label=emergent.installation={}", server.installation());
     let text = run("docker", &["ps", "--all", "--filter", &filter, "--format", "{{.Names}}"]);
     text.lines().map(str::to_owned).collect()
 }
 
-/// A metric's value.
+/// The value of a metric.
 async fn metric(server: &TestServer, name: &str) -> f64 {
     let text = server.metrics().await;
     let line = text.lines().find(|line| line.starts_with(name));
@@ -61,7 +44,7 @@ async fn successful_workspace_creation_with_default_settings() {
     assert_eq!((&placement["provider"], &placement["warm_hit"]), (&json!("gvisor"), &json!(false)));
     assert!(placement["reason"].as_str().unwrap().contains("firecracker can't be used"), "{placement}");
     let id = created["id"].as_str().unwrap();
-    assert_eq!(get(&server, id).await["status"], "ready");
+    assert_eq!(server.workspace(id).await["status"], "ready");
     server.destroy(id).await;
     server.stop();
 }
@@ -70,12 +53,12 @@ async fn successful_workspace_creation_with_default_settings() {
 async fn workspace_creation_with_explicit_provider() {
     let server = TestServer::start(BINARY).await;
     let refused = server.request("POST", WORKSPACES, Some(json!({ "provider": "firecracker" }))).await;
-    let message = refused.body["error"]["message"].as_str().unwrap().to_owned();
+    let message = refused.message().to_owned();
     assert!(message.contains("firecracker: not installed"), "{message}");
     assert!(!message.contains("gvisor"), "{message}");
     refused.error(503);
     assert_eq!(server.request("GET", WORKSPACES, None).await.ok()["workspaces"], json!([]));
-    // One that can be used is used, though another would be preferred.
+    // A usable provider is used, though `auto` would choose another one.
     let created = server.request("POST", WORKSPACES, Some(json!({ "provider": "docker" }))).await.ok();
     assert_eq!(created["placement"]["reason"], "docker was asked for");
     server.destroy(created["id"].as_str().unwrap()).await;
@@ -91,14 +74,14 @@ async fn workspace_creation_with_warm_pool_hit() {
     let created = server.request("POST", WORKSPACES, Some(request)).await.ok();
     assert_eq!((&created["status"], &created["placement"]["warm_hit"]), (&json!("ready"), &json!(true)));
     let id = created["id"].as_str().unwrap();
-    // The spare that waited is the workspace's by now: its variables, its limits, its life.
+    // The spare has become the workspace, with its variables, limits and time to live.
     assert!(waiting.contains(&format!("agent-workspace-{id}")), "{waiting:?}");
     assert_eq!(server.bash(id, "echo $TOKEN; ls -A").await, "hush\n");
     assert_eq!(created["resource_limits"]["disk"], "10G");
     assert_eq!(created["metadata"]["disk_quota"], "enforced");
     assert!(created["expires_at"].is_string());
     assert_eq!(metric(&server, "emergent_pool_hits_total").await, 1.0);
-    // Replenished without being asked.
+    // The pool makes a new spare.
     server.wait_for_pool(1).await;
     server.destroy(id).await;
     server.turn_pool_off().await;
@@ -109,7 +92,7 @@ async fn workspace_creation_with_warm_pool_hit() {
 async fn workspace_creation_with_warm_pool_miss() {
     let server = TestServer::start_with(BINARY, &[("WORKSPACE_WARM_POOL_SIZE", "1")]).await;
     server.wait_for_pool(1).await;
-    // Another size, another network: no spare fits, and the log says why.
+    // No spare fits another size or another network. The log has the reason.
     for request in [json!({ "resource_limits": { "cpu": "1" } }), json!({ "network": "isolated" })] {
         let created = server.request("POST", WORKSPACES, Some(request)).await.ok();
         assert_eq!((&created["status"], &created["placement"]["warm_hit"]), (&json!("ready"), &json!(false)));
@@ -117,7 +100,7 @@ async fn workspace_creation_with_warm_pool_miss() {
     }
     assert_eq!(metric(&server, "emergent_pool_misses_total{reason=\"other_shape\"}").await, 2.0);
     assert!(server.log().contains("no spare fits reason=\"other_shape\""));
-    // A caller that does not want one gets none, and that is no miss.
+    // A request without a warm start gets no spare, which is not counted as a miss.
     let created = server.request("POST", WORKSPACES, Some(json!({ "warm_start": false }))).await.ok();
     assert_eq!(created["placement"]["warm_hit"], false);
     assert_eq!(metric(&server, "emergent_pool_misses_total{reason=\"other_shape\"}").await, 2.0);
@@ -137,7 +120,7 @@ async fn workspace_creation_with_warm_pool_miss() {
 }
 
 async fn until_pool_has_only_problems(server: &TestServer) {
-    until("the pool does not tell its problem", async || {
+    wait_until("the pool reports its problem", Duration::from_secs(60), async || {
         let pool = server.request("GET", POOL, None).await.ok();
         let problem = pool["shapes"][0]["problem"].as_str().unwrap_or_default().to_owned();
         problem.contains("'emergent/none' is not on this host") && pool["leaving"] == 0
@@ -155,11 +138,11 @@ async fn workspace_creation_exceeds_concurrent_limit() {
     let (made, refused): (Vec<_>, Vec<_>) = answers.into_iter().partition(|answer| answer.status == 201);
     assert_eq!(made.len(), 3);
     for answer in refused {
-        let message = answer.body["error"]["message"].as_str().unwrap().to_owned();
+        let message = answer.message().to_owned();
         assert!(message.contains("limit of 3") && message.contains("destroy"), "{message}");
         assert_eq!(answer.error(429), "limit_reached");
     }
-    // One that goes makes room for one.
+    // After one is destroyed, one can be created.
     server.destroy(made[0].body["id"].as_str().unwrap()).await;
     let again = server.create(request.clone()).await;
     server.request("POST", WORKSPACES, Some(request)).await.error(429);
@@ -188,7 +171,7 @@ async fn successful_workspace_destruction() {
 async fn destroy_running_workspace_with_active_operations() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let id = server.create(json!({})).await;
-    // One command ends when it is told to, one does not.
+    // One command ends at SIGTERM, and one ignores it.
     let polite = "trap 'echo bye; exit 0' TERM; echo up; touch polite; while :; do sleep 0.1; done";
     let polite = json!({ "command": polite });
     let stubborn = json!({ "command": "trap '' TERM; touch stubborn; while :; do sleep 0.1; done" });
@@ -199,10 +182,10 @@ async fn destroy_running_workspace_with_active_operations() {
             server.request("DELETE", &path(&id), None).await.ok();
             begun.elapsed()
         });
-    // Both calls were answered, the first with what it printed on its way out.
+    // Both calls were answered. The answer of the first has its output after SIGTERM.
     assert_eq!(polite.clone().ok()["stdout"], "up\nbye\n", "{polite:?}");
     assert!(stubborn.status != 200 || stubborn.body["exit_code"].is_null(), "{stubborn:?}");
-    assert!(destroyed >= Duration::from_secs(9), "the stubborn one had {destroyed:?} only");
+    assert!(destroyed >= Duration::from_secs(9), "the stubborn command was killed after {destroyed:?}");
     assert_eq!(containers(&server), BTreeSet::new());
     server.stop();
 }
@@ -211,7 +194,7 @@ async fn destroy_running_workspace_with_active_operations() {
 async fn destroy_non_existent_workspace() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let answer = server.request("DELETE", &path("0190a000-0000-7000-8000-000000000000"), None).await;
-    let message = answer.body["error"]["message"].as_str().unwrap().to_owned();
+    let message = answer.message().to_owned();
     assert!(message.contains("there is no workspace 0190a000"), "{message}");
     assert_eq!(answer.error(404), "not_found");
     server.stop();
@@ -221,16 +204,16 @@ async fn destroy_non_existent_workspace() {
 async fn stop_a_running_workspace() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let id = server.create(json!({})).await;
-    let before = get(&server, &id).await;
+    let before = server.workspace(&id).await;
     server.bash(&id, "echo kept > file").await;
     let stop = format!("{}/stop", path(&id));
-    // Twice at once, and once more: all the same.
+    // Two concurrent stops and a third one have the same result.
     let (one, two) = tokio::join!(server.request("POST", &stop, None), server.request("POST", &stop, None));
     let three = server.request("POST", &stop, None).await;
     for answer in [one, two, three] {
         assert_eq!(answer.ok()["status"], "stopped");
     }
-    let stopped = get(&server, &id).await;
+    let stopped = server.workspace(&id).await;
     assert!(stopped["last_used_at"].as_str().unwrap() > before["last_used_at"].as_str().unwrap());
     assert_eq!(server.tool(&id, "bash", json!({ "command": "true" })).await.error(409), "wrong_state");
     server.destroy(&id).await;
@@ -267,7 +250,7 @@ async fn workspace_expires_after_ttl() {
     let background = server.create(short).await;
     let sleep = json!({ "command": "sleep 1000", "background": true });
     server.tool(&background, "bash", sleep).await.ok();
-    // A call that takes longer than the workspace may live without use.
+    // A call that takes longer than the time to live.
     let wait = "touch begun; until [ -e end ]; do sleep 0.1; done; echo done";
     let long = server.tool(&busy, "bash", json!({ "command": wait }));
     let others = async {
@@ -279,7 +262,7 @@ async fn workspace_expires_after_ttl() {
             until_gone(&server, id).await;
         }
         for id in [&used, &busy, &background] {
-            assert_eq!(get(&server, id).await["status"], "ready");
+            assert_eq!(server.workspace(id).await["status"], "ready");
         }
         server.bash(&busy, "touch end").await;
     };
@@ -293,18 +276,17 @@ async fn workspace_expires_after_ttl() {
 }
 
 async fn until_gone(server: &TestServer, id: &str) {
-    let begun = Instant::now();
-    while server.request("GET", &path(id), None).await.status != 404 {
-        assert!(begun.elapsed() < Duration::from_secs(90), "an expired workspace stays");
-        tokio::time::sleep(Duration::from_millis(200)).await;
-    }
+    wait_until("the expired workspace is removed", Duration::from_secs(90), async || {
+        server.request("GET", &path(id), None).await.status == 404
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn active_workspace_ttl_extension() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "network": "isolated", "ttl_seconds": 3600 })).await;
-    let mut before = get(&server, &id).await;
+    let mut before = server.workspace(&id).await;
     for (tool, request) in [
         ("bash", json!({ "command": "true" })),
         ("write", json!({ "file_path": "a", "content": "b" })),
@@ -312,14 +294,14 @@ async fn active_workspace_ttl_extension() {
         ("glob", json!({ "pattern": "*" })),
     ] {
         server.tool(&id, tool, request).await.ok();
-        let after = get(&server, &id).await;
+        let after = server.workspace(&id).await;
         for time in ["last_used_at", "expires_at"] {
             assert!(after[time].as_str().unwrap() > before[time].as_str().unwrap(), "{tool} {time}: {after}");
         }
         before = after;
     }
-    // Looking at it is no use of it.
-    assert_eq!(get(&server, &id).await["expires_at"], before["expires_at"]);
+    // Reading the workspace does not count as a use.
+    assert_eq!(server.workspace(&id).await["expires_at"], before["expires_at"]);
     server.destroy(&id).await;
     server.stop();
 }
@@ -331,11 +313,12 @@ async fn cpu_limit_enforcement() {
     let container = run("docker", &["inspect", &format!("agent-workspace-{id}")]);
     let container: Value = serde_json::from_str(&container).unwrap();
     assert_eq!(container[0]["HostConfig"]["NanoCpus"], 500_000_000);
-    // What wants more goes on, and is not killed.
+    // A command that wants more CPU time is not killed.
     let spin = "timeout 3 sh -c 'while :; do :; done'; echo $?";
     assert_eq!(server.bash(&id, spin).await, "124\n");
     assert!(
-        get(&server, &id).await["usage"]["cpu"].is_number() || get(&server, &id).await["usage"].is_object()
+        server.workspace(&id).await["usage"]["cpu"].is_number()
+            || server.workspace(&id).await["usage"].is_object()
     );
     server.destroy(&id).await;
     server.stop();
@@ -365,7 +348,7 @@ async fn disk_quota_enforcement() {
     let refused =
         server.tool(&id, "write", json!({ "file_path": "more", "content": "x".repeat(1 << 20) })).await;
     assert_eq!(refused.error(422), "disk_full");
-    // Reading goes on, and so does writing once there is room.
+    // Reads succeed on the full disk, and writes succeed once there is free space.
     assert_eq!(server.bash(&id, "cat small").await, "small\n");
     server.bash(&id, "rm big; echo again > small").await;
     server.destroy(&id).await;
@@ -378,7 +361,7 @@ async fn warm_pool_initialization_on_server_start() {
     server.wait_for_pool(2).await;
     let first = containers(&server);
     assert_eq!(first.len(), 2);
-    // Spares survive a restart of the server, also a violent one: they are adopted, not made again.
+    // Spares survive a kill of the server. The next server adopts them, and does not make new ones.
     server.kill();
     server.start_again().await;
     server.wait_for_pool(2).await;
@@ -387,7 +370,7 @@ async fn warm_pool_initialization_on_server_start() {
     assert_eq!(created["placement"]["warm_hit"], true);
     assert!(first.contains(created["provider_workspace_id"].as_str().unwrap()));
     server.destroy(created["id"].as_str().unwrap()).await;
-    // One that has died is never handed out.
+    // A dead spare is not claimed.
     server.wait_for_pool(2).await;
     for name in containers(&server) {
         run("docker", &["kill", &name]);
@@ -405,7 +388,7 @@ async fn warm_pool_initialization_on_server_start() {
 async fn warm_pool_replenishment_after_assignment() {
     let server = TestServer::start_with(BINARY, &[("WORKSPACE_WARM_POOL_SIZE", "2")]).await;
     server.wait_for_pool(2).await;
-    // More requests at once than there are spares: no spare is given out twice, and the rest is made from nothing.
+    // With more concurrent requests than spares, no spare is claimed twice, and the other workspaces are cold starts.
     let attempts = (0..5).map(|_| server.request("POST", WORKSPACES, Some(json!({}))));
     let answers = futures_util::future::join_all(attempts).await;
     let made: Vec<Value> = answers.into_iter().map(|answer| answer.ok()).collect();
@@ -414,7 +397,7 @@ async fn warm_pool_replenishment_after_assignment() {
     let warm = made.iter().filter(|one| one["placement"]["warm_hit"] == true).count();
     assert!(warm >= 2, "{warm}");
     server.wait_for_pool(2).await;
-    assert_eq!(containers(&server).len(), 7, "never more than wanted");
+    assert_eq!(containers(&server).len(), 7, "there are more spares than wanted");
     for id in ids {
         server.destroy(id).await;
     }
@@ -431,7 +414,7 @@ async fn warm_pool_size_adjustment() {
         server.wait_for_pool(u64::from(wanted)).await;
         assert_eq!(containers(&server).len(), wanted as usize);
     }
-    // What was set holds after a restart, until it is reset.
+    // A size that was set stays after a restart, until it is reset.
     server.request("PUT", POOL, Some(size(1))).await.ok();
     server.wait_for_pool(1).await;
     server.terminate();

@@ -1,18 +1,18 @@
-//! A workspace's tools for MCP clients: the same tools, the same results.
+//! The MCP endpoint of a workspace has the same tools and results as REST.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use emergent_test_support::mcp_client::{McpClient, request};
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tools_answer_as_they_do_over_rest() {
+async fn mcp_tools_give_the_same_results_as_rest() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let client = McpClient::open(&server, &format!("{WORKSPACES}/{id}/mcp")).await;
@@ -60,7 +60,7 @@ async fn tools_answer_as_they_do_over_rest() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn output_is_shown_as_it_comes_and_a_cancelled_command_ends() {
+async fn mcp_bash_sends_output_as_progress_and_ends_when_cancelled() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
     let client = McpClient::open(&server, &format!("{WORKSPACES}/{id}/mcp")).await;
@@ -72,11 +72,11 @@ async fn output_is_shown_as_it_comes_and_a_cancelled_command_ends() {
     let shown: String =
         messages.iter().filter_map(|told| told["params"]["message"].as_str()).collect::<Vec<_>>().concat();
     assert!(shown.contains("line 1") && shown.contains("line 3"), "{messages:?}");
-    // The answer is the one that REST gives, cut in the same places.
+    // The answer is that of REST, truncated in the same places.
     let over_rest = server.tool(&id, "bash", json!({ "command": command })).await.ok();
     let own = &answer["result"]["structuredContent"];
     for field in ["stdout", "stderr", "exit_code", "truncated", "stdout_bytes", "timed_out"] {
-        // Each names its own operation.
+        // The ids of the operations differ.
         let [own, other] = [own, &over_rest]
             .map(|answer| answer[field].to_string().replace(answer["operation_id"].as_str().unwrap(), "ID"));
         assert!(own == other, "{field}");
@@ -86,16 +86,11 @@ async fn output_is_shown_as_it_comes_and_a_cancelled_command_ends() {
     let message = request(2, "tools/call", params);
     let hanging = client.post(&message);
     let cancel = async {
-        let begun = Instant::now();
-        while server.bash(&id, "pgrep -fc 'sleep 471[1]' || true").await.trim() == "0" {
-            assert!(begun.elapsed() < Duration::from_secs(15), "the command does not begin");
-        }
+        let runs = async || server.bash(&id, "pgrep -fc 'sleep 471[1]' || true").await.trim() != "0";
+        let limit = Duration::from_secs(15);
+        wait_until("the command runs", limit, runs).await;
         client.notify("notifications/cancelled", json!({ "requestId": 2 })).await;
-        let begun = Instant::now();
-        while server.bash(&id, "pgrep -fc 'sleep 471[1]' || true").await.trim() != "0" {
-            assert!(begun.elapsed() < Duration::from_secs(15), "the command goes on");
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
+        wait_until("the command has ended", limit, async || !runs().await).await;
     };
     let ((), response) =
         tokio::join!(cancel, async { tokio::time::timeout(Duration::from_secs(30), hanging).await });
@@ -105,7 +100,7 @@ async fn output_is_shown_as_it_comes_and_a_cancelled_command_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workspaces_token_reaches_its_own_tools_only() {
+async fn workspace_token_reaches_only_its_own_mcp_endpoint() {
     let server = TestServer::start(BINARY).await;
     let (own, other) = (
         server.create(json!({ "provider": "docker" })).await,

@@ -1,16 +1,15 @@
-//! The scenarios of the orchestrator's requirements that need the whole server, each as a test named after its title.
-//! (Selection is tested where it is, as a pure function; fallback and health beside them, with providers that fail.)
+//! The scenarios in the requirements of the orchestrator that need a whole server. Each is a test with the title of its scenario as
+//! name. The scenarios about selection, fallback and health are unit tests of the control plane.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::time::{Duration, Instant};
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::{POOL, TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
-const WORKSPACES: &str = "/api/v1/agent/workspaces";
-const POOL: &str = "/api/v1/agent/pool";
 
 async fn provider(server: &TestServer, name: &str) -> Value {
     let listed = server.request("GET", &format!("{WORKSPACES}/providers"), None).await.ok();
@@ -19,7 +18,7 @@ async fn provider(server: &TestServer, name: &str) -> Value {
 
 #[tokio::test]
 async fn all_providers_implement_the_same_interface() {
-    // The same life, step by step, on every provider there is here.
+    // The same lifecycle on each container provider.
     let server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let id = server.create(json!({ "provider": provider })).await;
@@ -54,7 +53,7 @@ async fn provider_capabilities_reporting() {
     assert_eq!(capabilities["requires"], json!(["docker", "runsc"]));
     assert_eq!(capabilities["isolation"], "application_kernel");
     assert!(before["available_resources"]["memory_bytes"].as_u64().unwrap() > 0, "{before}");
-    // Latency is measured, so there is none before the first start.
+    // The latency is measured, so it is null before the first start.
     assert_eq!(capabilities["startup_latency_ms"], Value::Null);
     let id = server.create(json!({})).await;
     let after = provider(&server, "gvisor").await;
@@ -83,7 +82,7 @@ async fn health_status_api() {
     let gvisor = provider(&server, "gvisor").await;
     assert_eq!((&gvisor["status"], &gvisor["active_workspaces"]), (&json!("healthy"), &json!(1)));
     assert!(gvisor["last_check"].is_string() && gvisor["available_resources"]["cpus"].is_number());
-    // What is not there is said to be not there, and why.
+    // A provider that can't be used has a message with the reason.
     let firecracker = provider(&server, "firecracker").await;
     assert_eq!((&firecracker["status"], &firecracker["last_check"]), (&json!("disabled"), &Value::Null));
     assert_eq!(firecracker["message"], "not installed on this server");
@@ -96,7 +95,7 @@ async fn health_status_api() {
 
 #[tokio::test]
 async fn warm_pool_uses_default_provider() {
-    // Docker is allowed too, but it is not what a request would get.
+    // Docker is allowed too, but a request without a provider uses gVisor.
     let settings = [("WORKSPACE_WARM_POOL_SIZE", "1"), ("EMERGENT_ALLOW_DOCKER", "true")];
     let server = TestServer::start_with(BINARY, &settings).await;
     let pool = server.wait_for_pool(1).await;
@@ -129,7 +128,7 @@ async fn warm_pool_container_matches_request() {
 }
 
 #[tokio::test]
-async fn a_spare_of_an_image_that_has_changed_since_is_never_handed_out() {
+async fn spare_of_an_outdated_image_is_not_claimed() {
     let server = TestServer::start(BINARY).await;
     // The janitor removes this name.
     let image = format!("emergent-test:{}", server.installation());
@@ -139,7 +138,7 @@ async fn a_spare_of_an_image_that_has_changed_since_is_never_handed_out() {
         json!({ "shapes": [{ "size": 1, "provider": "docker", "network": "isolated", "image": image }] });
     server.request("PUT", POOL, Some(shapes)).await.ok();
     server.wait_for_pool(1).await;
-    // Another image under the same name.
+    // The name gets another image.
     let name = format!("emergent-test-{}", server.installation());
     let label = format!("emergent.installation={}", server.installation());
     run("docker", &["create", "--name", &name, "--label", &label, "emergent/workspace:latest", "true"]);
@@ -151,7 +150,7 @@ async fn a_spare_of_an_image_that_has_changed_since_is_never_handed_out() {
     let id = made["id"].as_str().unwrap();
     assert_eq!(server.bash(id, "echo $CHANGED").await, "yes\n");
     server.destroy(id).await;
-    // The pool has a new one by and by.
+    // The pool replaces the spare.
     let begun = Instant::now();
     loop {
         server.wait_for_pool(1).await;
@@ -174,7 +173,7 @@ async fn warm_pool_miss_triggers_cold_start_with_correct_provider() {
     let shapes = json!({ "shapes": [{ "size": 1, "provider": "docker", "network": "isolated" }] });
     server.request("PUT", POOL, Some(shapes)).await.ok();
     server.wait_for_pool(1).await;
-    // What the request would get is gVisor: a plain container is not good enough, however warm.
+    // The request would use gVisor, so a spare of a plain container does not fit.
     let made = server.request("POST", WORKSPACES, Some(json!({ "network": "isolated" }))).await.ok();
     assert_eq!((&made["provider"], &made["placement"]["warm_hit"]), (&json!("gvisor"), &json!(false)));
     assert!(server.log().contains("no spare fits reason=\"other_provider\""), "{}", server.log());

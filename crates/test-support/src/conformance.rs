@@ -1,6 +1,6 @@
-//! The official conformance suites for MCP servers, which `scripts/setup test` has fetched.
+//! The official conformance suites for MCP servers. `scripts/setup test` downloads them.
 //!
-//! They can't send a token, so they are pointed at a proxy that does.
+//! The suites can't send a token, so they connect to a proxy that adds it.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -14,29 +14,29 @@ use tokio::net::TcpListener;
 
 use crate::server::TestServer;
 
-/// A suite, and what of it.
+/// A conformance suite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Suite {
-    /// 0.1.16.
+    /// Version 0.1.16.
     First,
-    /// 0.2, the requirements of this version of the protocol.
+    /// Version 0.2, with the requirements of this version of the protocol.
     Requirements(&'static str),
 }
 
-/// What a suite said.
+/// The result of a suite.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// Whether it was content: no failure but those it was told of.
-    pub is_content: bool,
-    /// Scenarios that passed, and that failed.
+    /// Whether the suite succeeded: no scenario failed but the expected ones.
+    pub is_success: bool,
+    /// The scenarios that passed.
     pub passed: Vec<String>,
-    /// Those that did not.
+    /// The scenarios that failed.
     pub failed: Vec<String>,
-    /// All of it.
+    /// The whole output.
     pub text: String,
 }
 
-/// Where `scripts/setup` keeps what it gets for tests.
+/// The directory with the downloads of `scripts/setup`.
 pub(crate) fn cache_dir() -> PathBuf {
     std::env::var_os("EMERGENT_CACHE_DIR").map(PathBuf::from).unwrap_or_else(|| {
         let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
@@ -50,10 +50,10 @@ fn directory() -> PathBuf {
     directory
 }
 
-/// Runs a suite against an endpoint of a server; these failures are expected.
+/// Runs a suite against an endpoint of a server. `expected` is the suite's list of expected failures.
 pub async fn run(server: &TestServer, path: &str, suite: Suite, expected: Option<&str>) -> Report {
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let url = format!("http://{}/mcp", listener.local_addr().expect("an address"));
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port is free");
+    let url = format!("http://{}/mcp", listener.local_addr().expect("the listener has an address"));
     let target = Target {
         client: server.client().clone(),
         url: format!("{}{path}", server.url),
@@ -61,7 +61,7 @@ pub async fn run(server: &TestServer, path: &str, suite: Suite, expected: Option
     };
     let router = Router::new().fallback(forward).with_state(Arc::new(target));
     let proxy = tokio::spawn(async move { axum::serve(listener, router).await });
-    let (directory, output) = (directory(), tempfile::tempdir().expect("a directory"));
+    let (directory, output) = (directory(), tempfile::tempdir().expect("a directory can be made"));
     let mut arguments = vec!["server".to_owned(), "--url".to_owned(), url];
     let package = match suite {
         Suite::First => "conformance-legacy",
@@ -73,12 +73,12 @@ pub async fn run(server: &TestServer, path: &str, suite: Suite, expected: Option
     arguments.extend(["-o".to_owned(), output.path().to_string_lossy().into_owned()]);
     if let Some(list) = expected {
         let file = output.path().join("expected.yml");
-        std::fs::write(&file, list).expect("a file");
+        std::fs::write(&file, list).expect("the list can be written");
         arguments.extend(["--expected-failures".to_owned(), file.to_string_lossy().into_owned()]);
     }
     let script = directory.join("node_modules").join(package).join("dist/index.js");
     let ran = tokio::task::spawn_blocking(move || {
-        Command::new(directory.join("node")).arg(script).args(arguments).output().expect("node runs")
+        Command::new(directory.join("node")).arg(script).args(arguments).output().expect("node starts")
     });
     let ran = ran.await.expect("the suite ends");
     proxy.abort();
@@ -87,7 +87,7 @@ pub async fn run(server: &TestServer, path: &str, suite: Suite, expected: Option
         let names = text.lines().filter_map(|line| line.strip_prefix(mark)?.trim().split_once(':'));
         names.map(|(name, _)| name.to_owned()).collect()
     };
-    Report { is_content: ran.status.success(), passed: with("✓ "), failed: with("✗ "), text }
+    Report { is_success: ran.status.success(), passed: with("✓ "), failed: with("✗ "), text }
 }
 
 struct Target {
@@ -96,10 +96,10 @@ struct Target {
     token: String,
 }
 
-/// Passes a request on with the token, and its answer back as it comes.
+/// Forwards a request with the token, and streams the response back.
 async fn forward(State(target): State<Arc<Target>>, request: Request<Body>) -> Response<Body> {
     let (parts, body) = request.into_parts();
-    let body: Bytes = axum::body::to_bytes(body, 8 << 20).await.expect("a body");
+    let body: Bytes = axum::body::to_bytes(body, 8 << 20).await.expect("the body is complete");
     let mut headers = parts.headers;
     headers.remove(header::HOST);
     headers.remove(header::CONTENT_LENGTH);
@@ -109,7 +109,7 @@ async fn forward(State(target): State<Arc<Target>>, request: Request<Body>) -> R
         Ok(answer) => answer,
         Err(error) => {
             let failed = Response::builder().status(502).body(Body::from(error.to_string()));
-            return failed.expect("a response");
+            return failed.expect("the response is valid");
         }
     };
     let mut response = Response::builder().status(answer.status());
@@ -118,5 +118,5 @@ async fn forward(State(target): State<Arc<Target>>, request: Request<Body>) -> R
             response = response.header(name, value);
         }
     }
-    response.body(Body::from_stream(answer.bytes_stream())).expect("a response")
+    response.body(Body::from_stream(answer.bytes_stream())).expect("the response is valid")
 }

@@ -1,21 +1,24 @@
-//! A second Docker engine, for what the host's engine must not be put through: one without gVisor, or with a gVisor
-//! that does not work.
+//! A second Docker engine, for tests that would disturb the engine of the host: engines without gVisor, engines that are stopped,
+//! killed or hang.
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::command::run;
 use crate::keeper::Keeper;
-use crate::server::run;
 
-/// Starts and ends the engine as it is told to on its standard input, and removes everything when that ends.
+/// The time limit for a start, an end or a signal of the engine.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Starts, ends and signals the engine by the orders on its standard input. When the input ends, it removes the engine.
 const SCRIPT: &str = r#"
 dir=$1
 trap '' INT TERM HUP
 start() {
     rm -f "$dir/ended" "$dir/pid" "$dir/exec/containerd/containerd.pid"
-    # In a network of its own: an engine without a bridge removes that of another.
+    # The engine gets its own network namespace: an engine without a bridge removes the bridge of another engine.
     setsid unshare --net dockerd --config-file "$dir/daemon.json" --data-root "$dir/data" --exec-root "$dir/exec" \
         --pidfile "$dir/pid" --host "unix://$dir/docker.sock" --bridge none --iptables=false --ip6tables=false \
         >>"$dir/log" 2>&1 </dev/null &
@@ -39,7 +42,7 @@ for mount in $(awk -v dir="$dir/" 'index($2, dir) == 1 { print $2 }' /proc/mount
 rm -rf "$dir"
 "#;
 
-/// A Docker engine of its own.
+/// A running Docker engine.
 pub struct TestEngine {
     directory: PathBuf,
     keeper: Keeper,
@@ -48,16 +51,17 @@ pub struct TestEngine {
 impl TestEngine {
     /// Starts an engine with this configuration (`daemon.json`).
     pub fn start(configuration: &str) -> Self {
-        let directory =
-            tempfile::Builder::new().prefix("emergent-engine-").tempdir().expect("a directory").keep();
-        std::fs::write(directory.join("daemon.json"), configuration).expect("a file");
+        let directory = tempfile::Builder::new().prefix("emergent-engine-").tempdir();
+        let directory = directory.expect("a directory can be made").keep();
+        std::fs::write(directory.join("daemon.json"), configuration)
+            .expect("the configuration can be written");
         let keeper = Keeper::start("emergent-test-engine", SCRIPT, &directory, Stdio::null());
         let engine = Self { directory, keeper };
         engine.wait_until_it_answers();
         engine
     }
 
-    /// An engine with the host engine's gVisor and workspace image.
+    /// Starts an engine with the gVisor runtime and the workspace image of the host's engine. `more` is added to `daemon.json`.
     pub fn start_with_gvisor(more: &str) -> Self {
         let runtime = run("docker", &["info", "--format", "{{json (index .Runtimes \"runsc\")}}"]);
         let engine = Self::start(&format!("{{\"runtimes\":{{\"runsc\":{}}}{more}}}", runtime.trim()));
@@ -70,50 +74,53 @@ impl TestEngine {
         let begun = Instant::now();
         while !self.docker(&["version"]).status().is_ok_and(|status| status.success()) {
             let log = std::fs::read_to_string(self.directory.join("log")).unwrap_or_default();
-            assert!(begun.elapsed() < Duration::from_secs(60), "the engine did not start:\n{log}");
+            assert!(begun.elapsed() < LIMIT, "the engine did not start:\n{log}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
     /// Ends the engine with a signal (`TERM`, `KILL`).
     pub fn end(&mut self, signal: &str) {
-        self.keeper.tell(signal);
-        while !self.directory.join("ended").exists() {
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        self.order(signal, "ended");
     }
 
-    /// Makes the engine hang: it takes connections and answers nothing, until [`wake`](Self::wake).
-    pub fn hang(&mut self) {
+    /// Stops the engine's process (SIGSTOP). It takes connections and answers nothing, until [`unfreeze`](Self::unfreeze).
+    pub fn freeze(&mut self) {
         self.signal("STOP");
     }
 
-    /// Lets the engine go on after [`hang`](Self::hang).
-    pub fn wake(&mut self) {
+    /// Continues the engine's process (SIGCONT).
+    pub fn unfreeze(&mut self) {
         self.signal("CONT");
     }
 
     fn signal(&mut self, signal: &str) {
-        let done = self.directory.join(signal);
-        let _ = std::fs::remove_file(&done);
-        self.keeper.tell(signal);
+        let _ = std::fs::remove_file(self.directory.join(signal));
+        self.order(signal, signal);
+    }
+
+    /// Sends the script an order, and waits for the file that the script makes when the order is done.
+    fn order(&mut self, order: &str, file: &str) {
+        self.keeper.send(order);
+        let (begun, done) = (Instant::now(), self.directory.join(file));
         while !done.exists() {
+            assert!(begun.elapsed() < LIMIT, "the order '{order}' is not done");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Starts it again.
+    /// Starts the engine again.
     pub fn start_again(&mut self) {
-        self.keeper.tell("start");
+        self.keeper.send("start");
         self.wait_until_it_answers();
     }
 
-    /// Its address, for `DOCKER_HOST`.
+    /// The engine's address, for `DOCKER_HOST`.
     pub fn host(&self) -> String {
         format!("unix://{}/docker.sock", self.directory.display())
     }
 
-    /// The `docker` command, speaking to this engine.
+    /// The `docker` command for this engine.
     fn docker(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new("docker");
         command.args(["--host", &self.host()]).args(arguments).stdout(Stdio::null()).stderr(Stdio::null());
@@ -124,8 +131,8 @@ impl TestEngine {
     pub fn import_empty_image(&self, name: &str) {
         let mut child =
             self.docker(&["import", "-", name]).stdin(Stdio::piped()).spawn().expect("docker starts");
-        // An archive of nothing: two empty blocks.
-        child.stdin.take().expect("a pipe").write_all(&[0; 1024]).expect("docker reads");
+        // Two empty blocks are an empty tar archive.
+        child.stdin.take().expect("stdin is piped").write_all(&[0; 1024]).expect("docker reads its stdin");
         assert!(child.wait().expect("docker ends").success());
     }
 }

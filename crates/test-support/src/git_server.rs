@@ -1,4 +1,4 @@
-//! Real repositories over real git: `git http-backend` behind a small HTTP server.
+//! A real git server: `git http-backend` behind a small HTTP server.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -11,9 +11,9 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Method, Request, Response, StatusCode, header};
 use tokio::io::AsyncWriteExt;
 
-use crate::server::run;
+use crate::command::run;
 
-/// A server with one repository, `project.git`, whose branch is `main`.
+/// A server of one repository, `project.git`, with the branch `main`.
 pub struct GitServer {
     directory: tempfile::TempDir,
     address: SocketAddr,
@@ -22,37 +22,39 @@ pub struct GitServer {
 
 struct Served {
     root: PathBuf,
-    /// What a caller must send as basic authorisation.
+    /// The required `Authorization` header, if any.
     credentials: Option<String>,
 }
 
 impl GitServer {
-    /// Serves a repository with one commit of these files to everybody.
+    /// Serves a public repository with one commit of these files.
     pub fn start(listener: TcpListener, files: &[(&str, &str)]) -> Self {
         Self::serve(listener, files, None)
     }
 
-    /// Serves it to nobody.
+    /// Serves a private repository. No caller knows its credentials.
     pub fn start_private(listener: TcpListener, files: &[(&str, &str)]) -> Self {
         Self::serve(listener, files, Some("Basic nobody-knows".to_owned()))
     }
 
     fn serve(listener: TcpListener, files: &[(&str, &str)], credentials: Option<String>) -> Self {
-        let directory = tempfile::Builder::new().prefix("emergent-git-").tempdir().expect("a directory");
+        let directory = tempfile::Builder::new().prefix("emergent-git-").tempdir();
+        let directory = directory.expect("a directory can be made");
         let (work, bare) = (directory.path().join("work"), directory.path().join("project.git"));
         git(directory.path(), &["init", "--quiet", "--initial-branch=main", "work"]);
         for (name, content) in files {
             let path = work.join(name);
-            std::fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
-            std::fs::write(path, content).expect("a file");
+            let parent = path.parent().expect("the path is below the directory");
+            std::fs::create_dir_all(parent).expect("a directory can be made");
+            std::fs::write(path, content).expect("a file can be written");
         }
         git(&work, &["add", "--all"]);
         git(&work, &["commit", "--quiet", "--message=First"]);
         git(directory.path(), &["clone", "--quiet", "--bare", "work", "project.git"]);
         git(&bare, &["config", "http.receivepack", "true"]);
-        listener.set_nonblocking(true).expect("a socket");
-        let address = listener.local_addr().expect("an address");
-        let listener = tokio::net::TcpListener::from_std(listener).expect("a listener");
+        listener.set_nonblocking(true).expect("the socket can be changed");
+        let address = listener.local_addr().expect("the listener has an address");
+        let listener = tokio::net::TcpListener::from_std(listener).expect("a runtime runs");
         let served = Arc::new(Served { root: directory.path().to_owned(), credentials });
         let app = Router::new().fallback(answer).with_state(served);
         let serving = tokio::spawn(async move {
@@ -61,12 +63,12 @@ impl GitServer {
         Self { directory, address, serving }
     }
 
-    /// The repository's address.
+    /// The repository's URL.
     pub fn url(&self) -> String {
         format!("http://{}/project.git", self.address)
     }
 
-    /// What git prints in the repository itself.
+    /// Runs git in the repository, and returns its output.
     pub fn git(&self, arguments: &[&str]) -> String {
         git(&self.directory.path().join("project.git"), arguments)
     }
@@ -86,7 +88,7 @@ fn git(directory: &Path, arguments: &[&str]) -> String {
     run("git", &all)
 }
 
-/// Hands a request to git, as a web server does (CGI).
+/// Passes a request to git by CGI.
 async fn answer(State(served): State<Arc<Served>>, request: Request<Body>) -> Response<Body> {
     let (head, body) = request.into_parts();
     if let Some(wanted) = &served.credentials
@@ -96,14 +98,14 @@ async fn answer(State(served): State<Arc<Served>>, request: Request<Body>) -> Re
         return response
             .header(header::WWW_AUTHENTICATE, "Basic realm=\"git\"")
             .body(Body::empty())
-            .expect("a response");
+            .expect("the response is valid");
     }
     let body = axum::body::to_bytes(body, 64 << 20).await.unwrap_or_default();
     match backend(&served.root, &head.method, &head.uri, &head.headers, &body).await {
         Some(response) => response,
         None => {
             let response = Response::builder().status(StatusCode::INTERNAL_SERVER_ERROR);
-            response.body(Body::from("git http-backend failed")).expect("a response")
+            response.body(Body::from("git http-backend failed")).expect("the response is valid")
         }
     }
 }

@@ -1,32 +1,32 @@
-//! A piece of internet: an address that is neither private nor the host's, in a network namespace of its own.
+//! A simulated internet host: an address in a network namespace of its own, which is neither private nor an address of the host.
 //!
-//! Workspaces reach it as they reach any server outside. The namespace belongs to a process that ends when its
-//! standard input does, which is when the test is over or dead; the link to it goes with it.
+//! Workspaces reach it by the routes and rules of any external server. A process holds the namespace until its standard input
+//! ends. That is a pipe of the test process, so the namespace and its link are removed also when the test is killed.
 
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Child, Command, Stdio};
 
-use crate::server::run;
+use crate::command::run;
 
-/// Reserved for documentation (RFC 5737), so that it is nobody's.
+/// A network that is reserved for documentation (RFC 5737), so that no real host has an address in it.
 const PUBLIC: [u8; 3] = [203, 0, 113];
-/// An address that workspaces must not reach.
+/// A private network, which egress rules block.
 const PRIVATE: [u8; 3] = [10, 203, 113];
 
-/// An address outside.
+/// A simulated external host.
 pub struct Internet {
     keeper: Child,
-    /// The address that servers can listen on.
+    /// The host's address, for listeners.
     pub address: Ipv4Addr,
 }
 
 impl Internet {
-    /// Makes the namespace and a route to it.
+    /// Makes a namespace with a public address, and a route to it.
     pub fn start() -> Self {
         Self::start_in(PUBLIC)
     }
 
-    /// The same with a private address: a machine beside the host.
+    /// Makes a namespace with a private address, like a machine in the host's network.
     pub fn start_private() -> Self {
         Self::start_in(PRIVATE)
     }
@@ -39,11 +39,11 @@ impl Internet {
             .spawn()
             .expect("unshare starts");
         let mut ready = [0; 6];
-        let output = keeper.stdout.as_mut().expect("a pipe");
+        let output = keeper.stdout.as_mut().expect("stdout is piped");
         std::io::Read::read_exact(output, &mut ready).expect("the namespace is made");
         let pid = keeper.id();
-        // Two addresses for each test that runs; processes that run at once have different ids.
-        let pair = u8::try_from(std::process::id() % 120).expect("a small number") * 2;
+        // Each test process takes two addresses by its id, because tests run at the same time.
+        let pair = u8::try_from(std::process::id() % 120).expect("it is below 120") * 2;
         let (near, far) = (Ipv4Addr::new(a, b, c, pair), Ipv4Addr::new(a, b, c, pair + 1));
         let link = format!("emt{pid}");
         let ip = |arguments: &str| run("ip", &arguments.split(' ').collect::<Vec<_>>());
@@ -62,12 +62,12 @@ impl Internet {
         Self { keeper, address: far }
     }
 
-    /// A listener on the address.
+    /// Listens on the address.
     pub fn listen(&self) -> TcpListener {
-        let namespace =
-            std::fs::File::open(format!("/proc/{}/ns/net", self.keeper.id())).expect("a namespace");
+        let namespace = std::fs::File::open(format!("/proc/{}/ns/net", self.keeper.id()));
+        let namespace = namespace.expect("the namespace exists");
         let address = self.address;
-        // A thread of its own goes there; the socket stays there.
+        // A thread enters the namespace and makes the socket, which stays in it.
         let listening = std::thread::spawn(move || {
             rustix::thread::move_into_link_name_space(
                 std::os::fd::AsFd::as_fd(&namespace),
@@ -76,7 +76,7 @@ impl Internet {
             .expect("the namespace can be entered");
             TcpListener::bind((address, 0)).expect("the address can be listened on")
         });
-        listening.join().expect("a listener")
+        listening.join().expect("the thread returns the listener")
     }
 }
 

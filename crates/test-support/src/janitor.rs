@@ -1,7 +1,7 @@
-//! Removes what a test leaves, whatever happens to the test.
+//! Removes everything that a test server made, even if the test is killed.
 //!
-//! A small script (`janitor.sh`) waits for the end of the test, then kills the server on a data directory and removes
-//! everything with its installation's label, and the directory itself.
+//! A script (`janitor.sh`) waits for the end of the test process. Then it kills the server on a data directory, and removes
+//! everything with the label of its installation, and the directory.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -10,21 +10,21 @@ use crate::keeper::Keeper;
 
 const SCRIPT: &str = include_str!("janitor.sh");
 
-/// Watches over one data directory, in which a file `installation-id` says whose things to remove.
+/// The janitor of one data directory. The directory's file `installation-id` has the label of the things to remove.
 pub struct Janitor(Keeper);
 
 impl Janitor {
-    /// Starts to watch.
+    /// Starts the script, which waits.
     pub fn of(data_dir: &Path) -> Self {
         Self(Keeper::start("emergent-test-janitor", SCRIPT, data_dir, Stdio::null()))
     }
 
-    /// Lets it begin.
-    pub(crate) fn call(&mut self) {
-        self.0.let_go();
+    /// Begins to remove.
+    pub(crate) fn begin(&mut self) {
+        self.0.release();
     }
 
-    /// Waits until it is done.
+    /// Waits until everything is removed.
     pub(crate) fn wait(&mut self) {
         self.0.wait();
     }

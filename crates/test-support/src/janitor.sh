@@ -1,8 +1,8 @@
-# Removes all that a test server left, when the test process is gone.
+# Removes everything that a test server made, after the test process has ended.
 #
-# Argument: the server's data directory. Standard input: a pipe that only the test process holds open; at its end,
-# which also comes when that process is killed, the server is killed and everything that carries its installation's
-# label is removed, and the directory with it.
+# Argument: the server's data directory. Standard input: a pipe that only the test process holds open, so that it ends also when
+# that process is killed. Then the script kills the server, and removes everything with the label of its installation, and the
+# directory.
 set -u
 dir=$1
 trap '' INT TERM HUP
@@ -11,7 +11,7 @@ while read -r _; do :; done
 for pid in $(pgrep -f -- "--data-dir $dir( |\$)"); do kill -KILL "$pid" 2>/dev/null; done
 id=$(cat "$dir/installation-id" 2>/dev/null)
 if [ -n "$id" ]; then
-    # An engine that is being restarted comes back; what it holds must not outlive the name it is found by.
+    # A test may have stopped the engine. The data directory has the only record of the label, so wait for the engine first.
     for _ in $(seq 60); do timeout 5 docker version >/dev/null 2>&1 && break; sleep 1; done
     label="label=emergent.installation=$id"
     containers=$(docker ps --all --quiet --filter "$label" 2>/dev/null)
@@ -33,7 +33,7 @@ if [ -n "$id" ]; then
     done
 fi
 
-# remove_microvms DIR: what a Firecracker manager in this directory made.
+# remove_microvms DIR: removes everything that the Firecracker manager of this directory made.
 remove_microvms() {
     local name id group tables table rule chain interface legacy=
     name=fc$(printf %06x "$(sed -n 's/.*"manager": *\([0-9]*\).*/\1/p' "$1/manager.json")")
@@ -48,7 +48,7 @@ remove_microvms() {
         done
     done
     for interface in $(ls /sys/class/net | grep "^$name-"); do ip link delete "$interface"; done
-    # The older kind makes its tables when it is asked for them.
+    # The legacy programs create their tables when they list them, so they run only where tables exist.
     [ ! -s /proc/net/ip_tables_names ] || legacy='iptables-legacy ip6tables-legacy'
     for tables in iptables ip6tables $legacy; do
         for table in filter security mangle nat; do
@@ -65,6 +65,6 @@ for manager in "$dir" "$dir/firecracker"; do [ ! -e "$manager/manager.json" ] ||
 for device in $(losetup --noheadings --output NAME,BACK-FILE | awk -v dir="$dir/" 'index($2, dir) == 1 { print $1 }'); do
     losetup --detach "$device"
 done
-# Tests of full disks mount small ones.
+# Tests of full disks mount small disks.
 for mount in $(awk -v dir="$dir" '$2 == dir || index($2, dir "/") == 1 { print $2 }' /proc/mounts | sort -r); do umount --lazy "$mount"; done
 rm -rf "$dir"

@@ -1,6 +1,6 @@
-//! A script that keeps something for one test process, and removes it when that process is gone.
+//! A script that owns a resource for one test process, and removes it when that process ends.
 //!
-//! The script waits for the end of its standard input, a pipe which only the test process holds open: it comes also when
+//! The script waits for the end of its standard input. That is a pipe which only the test process holds open, so it ends also when
 //! the test is killed.
 
 use std::io::Write;
@@ -8,50 +8,50 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// A running script. Dropping it waits until the script has removed what it kept.
+/// A running script. Dropping it waits until the script has removed the resource.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     process: Child,
-    /// Open for as long as there is something to keep.
-    leash: Option<ChildStdin>,
+    /// Open for as long as the resource is needed.
+    input: Option<ChildStdin>,
 }
 
 impl Keeper {
-    /// Starts a script of bash with one argument. The name is what `ps` shows. A script that goes on to write when the
-    /// test is gone needs an `output` that stays.
+    /// Starts a bash script with one argument. `ps` shows it under the name. The pipe of an `output` breaks when the test ends, so
+    /// a script that writes after that needs another one.
     pub(crate) fn start(name: &str, script: &str, argument: &Path, output: Stdio) -> Self {
         let mut process = Command::new("bash")
             .args(["-c", script, name])
             .arg(argument)
             .stdin(Stdio::piped())
             .stdout(output)
-            // It outlives the test process for a moment; test runners wait for all who hold their end.
+            // The script outlives the test process. A test runner waits until every copy of its stderr is closed.
             .stderr(Stdio::null())
-            // A terminal's or test runner's signal to the test's group must not stop the cleaning.
+            // A signal of a terminal or test runner to the test's process group must not end the script.
             .process_group(0)
             .spawn()
             .expect("bash starts");
-        let leash = process.stdin.take();
-        Self { process, leash }
+        let input = process.stdin.take();
+        Self { process, input }
     }
 
-    /// What the script says, if its output was to be a pipe.
-    pub(crate) fn answers(&mut self) -> ChildStdout {
+    /// The script's standard output, which must be a pipe.
+    pub(crate) fn output(&mut self) -> ChildStdout {
         self.process.stdout.take().expect("standard output is piped")
     }
 
     /// Sends the script a line.
-    pub(crate) fn tell(&mut self, line: &str) {
-        let leash = self.leash.as_mut().expect("the script was not let go");
-        writeln!(leash, "{line}").expect("the script reads its input");
+    pub(crate) fn send(&mut self, line: &str) {
+        let input = self.input.as_mut().expect("the script was not released");
+        writeln!(input, "{line}").expect("the script reads its input");
     }
 
-    /// Lets it remove what it kept.
-    pub(crate) fn let_go(&mut self) {
-        self.leash = None;
+    /// Ends the script's input, so that it removes the resource.
+    pub(crate) fn release(&mut self) {
+        self.input = None;
     }
 
-    /// Waits until it is done.
+    /// Waits until the script has ended.
     pub(crate) fn wait(&mut self) {
         let _ = self.process.wait();
     }
@@ -59,7 +59,7 @@ impl Keeper {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        self.let_go();
+        self.release();
         self.wait();
     }
 }

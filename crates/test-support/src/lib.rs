@@ -1,5 +1,6 @@
-//! What the tests of several crates share: real services that start for one test and leave nothing behind.
+//! Support for the tests of several crates: real services that start for one test and leave nothing on the host.
 
+pub mod command;
 pub mod conformance;
 pub mod engine;
 pub mod git_server;
@@ -12,3 +13,4 @@ pub mod microvm;
 pub mod postgres;
 pub mod server;
 pub mod sse;
+pub mod wait;

@@ -1,4 +1,4 @@
-//! MCP servers for tests: an image with the fixtures in it, and the calls that tests make most.
+//! MCP servers for tests: an image with the fixtures, and the calls that tests make most.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -9,18 +9,19 @@ use serde_json::{Value, json};
 
 use crate::server::{Answer, TestServer};
 
-/// Where hosted servers are registered.
+/// The path of hosted MCP servers.
 pub const SERVERS: &str = "/api/v1/mcp/servers";
-/// What the image is made of.
+/// The image that the fixtures are added to.
 const BASE: &str = "emergent/workspace:latest";
 const NAME: &str = "emergent/test-mcp";
 const FIXTURES: [&str; 2] = ["mcp-chaos", "mcp-fixture"];
 
-/// The image with `mcp-chaos` and `mcp-fixture` in it, made when it is not there. They are looked for beside the server's
-/// binary, and built when they are missing.
+/// The image with `mcp-chaos` and `mcp-fixture`. It is made if it does not exist. The fixtures are taken from the directory of the
+/// server's binary, and built if they are missing.
 pub fn image(server_binary: &str) -> String {
     let directory = Path::new(server_binary).parent().expect("the binary is in a directory");
-    let lock = File::create(std::env::temp_dir().join("emergent-test-mcp.lock")).expect("a lock");
+    let lock = File::create(std::env::temp_dir().join("emergent-test-mcp.lock"));
+    let lock = lock.expect("the lock can be made");
     lock.lock().expect("the lock can be taken");
     let fixtures = FIXTURES.map(|name| directory.join(name));
     if !fixtures.iter().all(|path| path.exists()) {
@@ -34,29 +35,30 @@ pub fn image(server_binary: &str) -> String {
     image
 }
 
-/// What tells one build from the next.
+/// A version of a program, which changes with each build.
 pub(crate) fn version(path: &Path) -> String {
-    let metadata = path.metadata().expect("the fixture is there");
-    let built = metadata.modified().expect("it has a time").duration_since(UNIX_EPOCH).expect("after 1970");
+    let metadata = path.metadata().expect("the program exists");
+    let built = metadata.modified().expect("it has a time");
+    let built = built.duration_since(UNIX_EPOCH).expect("the time is after 1970");
     format!("{:x}", built.as_millis() ^ u128::from(metadata.len()))
 }
 
-/// Builds a package of fixtures into the directory of the server's binary.
+/// Builds a package into the directory of the server's binary.
 pub(crate) fn build(directory: &Path, package: &str) {
-    let target = directory.parent().expect("a target directory");
+    let target = directory.parent().expect("the binary is in a target directory");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(["build", "--locked", "--package", package, "--target-dir"]).arg(target);
     if directory.ends_with("release") {
         cargo.arg("--release");
     }
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let status = cargo.current_dir(root).status().expect("cargo runs");
+    let status = cargo.current_dir(root).status().expect("cargo starts");
     assert!(status.success(), "{package} can't be built");
 }
 
 fn make(image: &str, fixtures: &[PathBuf]) {
     let old = docker(&["image", "ls", "--quiet", NAME]).unwrap_or_default();
-    let container = docker(&["create", BASE, "none"]).expect("a container");
+    let container = docker(&["create", BASE, "none"]).expect("a container can be made");
     let container = container.trim();
     let made = || -> Result<String, String> {
         for path in fixtures {
@@ -70,11 +72,12 @@ fn make(image: &str, fixtures: &[PathBuf]) {
     let _ = docker(&["rm", "--force", container]);
     made.unwrap_or_else(|error| panic!("the image {image} can't be made: {error}"));
     for id in old.lines() {
-        // Another test may still use it; then it stays until the next time.
+        // An image that another test uses can't be removed. The next build removes it.
         let _ = docker(&["image", "rm", id]);
     }
 }
 
+/// Runs `docker` and returns its standard output, or its standard error after a failure.
 fn docker(arguments: &[&str]) -> Result<String, String> {
     let output = Command::new("docker").args(arguments).output().map_err(|error| error.to_string())?;
     if output.status.success() {
@@ -84,18 +87,18 @@ fn docker(arguments: &[&str]) -> Result<String, String> {
 }
 
 impl TestServer {
-    /// Registers an MCP server of the fixtures' image, ready or not.
+    /// Registers an MCP server with the image of the fixtures, unless the request has one. It may not be ready.
     pub async fn register(&self, image: &str, mut request: Value) -> Value {
         request["image"] = request.get("image").cloned().unwrap_or_else(|| json!(image));
         self.request("POST", SERVERS, Some(request)).await.ok()
     }
 
-    /// An MCP server as it stands.
+    /// Reads an MCP server.
     pub async fn mcp_server(&self, name: &str) -> Value {
         self.request("GET", &format!("{SERVERS}/{name}"), None).await.ok()
     }
 
-    /// Waits until an MCP server has a status.
+    /// Waits until an MCP server has this status, and returns it.
     pub async fn wait_for_status(&self, name: &str, status: &str) -> Value {
         let begun = Instant::now();
         loop {
@@ -108,15 +111,15 @@ impl TestServer {
         }
     }
 
-    /// Waits until a field of an MCP server is so.
-    pub async fn wait_until_mcp(&self, name: &str, field: &str, is_so: impl Fn(u64) -> bool) {
+    /// Waits until a number field of an MCP server meets a condition.
+    pub async fn wait_until_mcp(&self, name: &str, field: &str, holds: impl Fn(u64) -> bool) {
         let begun = Instant::now();
         loop {
             let server = self.mcp_server(name).await;
-            if server[field].as_u64().is_some_and(&is_so) {
+            if server[field].as_u64().is_some_and(&holds) {
                 return;
             }
-            assert!(begun.elapsed() < Duration::from_secs(30), "{field} is not so: {server:#}");
+            assert!(begun.elapsed() < Duration::from_secs(30), "{field} is wrong: {server:#}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -132,7 +135,7 @@ impl TestServer {
         self.mcp(name, "tools/call", json!({ "name": tool, "arguments": arguments })).await
     }
 
-    /// The text that a tool answers.
+    /// Calls a tool of an MCP server, and returns the text of its result.
     pub async fn mcp_text(&self, name: &str, tool: &str, arguments: Value) -> String {
         let answer = self.mcp_tool(name, tool, arguments).await.ok();
         let text = answer["result"]["content"][0]["text"].as_str();

@@ -1,10 +1,10 @@
 //! A PostgreSQL cluster for one test process.
 //!
-//! It has its own directory, Unix socket and TCP port on the loopback address; each test takes a fresh database
-//! in it. Nothing is left afterwards, even when the test process is killed: the cluster belongs to a small script
-//! (`postgres.sh`) that waits for the end of the test, then stops PostgreSQL and removes the directory.
+//! The cluster has its own directory, Unix socket and TCP port on the loopback address. Each test makes a database in it. A script
+//! (`postgres.sh`) owns the cluster: it waits for the end of the test process, then stops PostgreSQL and removes the directory.
+//! So nothing is left, even if the test is killed.
 //!
-//! Functions here panic on failure, as assertions in tests do.
+//! All functions panic on failure, like assertions.
 
 use std::io::{BufRead, BufReader, Read};
 use std::net::{Ipv4Addr, TcpListener};
@@ -17,7 +17,7 @@ use std::{env, fs};
 use crate::keeper::Keeper;
 
 const SCRIPT: &str = include_str!("postgres.sh");
-/// Somebody else may take a free port before PostgreSQL does.
+/// Another process may take a free port before PostgreSQL does.
 const PORTS_TO_TRY: usize = 10;
 
 /// A running cluster. Dropping it stops PostgreSQL and removes its files.
@@ -31,16 +31,16 @@ pub struct TestPostgres {
 }
 
 impl TestPostgres {
-    /// Starts a cluster, which takes one or two seconds.
+    /// Starts a cluster. This takes one or two seconds.
     pub fn start() -> Self {
         let bin = find_programs();
         let mut keeper = Keeper::start("emergent-test-postgres", SCRIPT, &bin, Stdio::piped());
-        let mut answers = Answers(BufReader::new(keeper.answers()));
+        let mut answers = Answers(BufReader::new(keeper.output()));
         let directory = answers.next("directory ").expect("PostgreSQL's initdb works").into();
         let mut cluster = Self { keeper, bin, directory, port: 0, databases: AtomicU32::new(0) };
         for _ in 0..PORTS_TO_TRY {
             cluster.port = free_port();
-            cluster.keeper.tell(&cluster.port.to_string());
+            cluster.keeper.send(&cluster.port.to_string());
             if answers.next("re").as_deref() == Some("ady") {
                 return cluster;
             }
@@ -48,13 +48,13 @@ impl TestPostgres {
         panic!("PostgreSQL did not start on any of {PORTS_TO_TRY} ports");
     }
 
-    /// The cluster of this test process, started by the first caller. It goes when the process ends.
+    /// The cluster of this test process. The first caller starts it, and it stops when the process ends.
     pub fn shared() -> &'static Self {
         static SHARED: OnceLock<TestPostgres> = OnceLock::new();
         SHARED.get_or_init(Self::start)
     }
 
-    /// Makes an empty database and gives its URL.
+    /// Makes an empty database and returns its URL.
     pub fn fresh_database(&self) -> String {
         let number = self.databases.fetch_add(1, Ordering::Relaxed);
         let name = format!("test_{number}");
@@ -68,7 +68,7 @@ impl TestPostgres {
                 .output()
                 .expect("createdb starts")
         };
-        // Without fsync three times as fast as the default; PostgreSQL 14 has no choice.
+        // With fsync off this strategy is three times as fast as the default. PostgreSQL 14 does not have it.
         if !create(&["--strategy=file_copy"]).status.success() {
             let made = create(&[]);
             assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
@@ -87,11 +87,11 @@ impl TestPostgres {
     }
 }
 
-/// What the script says.
+/// The output of the script.
 struct Answers(BufReader<ChildStdout>);
 
 impl Answers {
-    /// The rest of the next line that begins with `prefix`; lines before it are shown.
+    /// The rest of the next line that begins with `prefix`. Lines before it are printed.
     fn next(&mut self, prefix: &str) -> Option<String> {
         for line in self.0.by_ref().lines() {
             let line = line.ok()?;
@@ -105,11 +105,11 @@ impl Answers {
 }
 
 fn free_port() -> u16 {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("there is a free port");
-    listener.local_addr().expect("a bound socket has an address").port()
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port is free");
+    listener.local_addr().expect("the listener has an address").port()
 }
 
-/// The directory of PostgreSQL's programs: Debian's, newest version first, or one on `PATH`.
+/// The directory of PostgreSQL's programs: Debian's of the newest version, or one on `PATH`.
 fn find_programs() -> PathBuf {
     let complete = |directory: &PathBuf| {
         ["initdb", "postgres", "pg_isready", "createdb"]
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_cluster_leaves_nothing() {
+    fn dropped_cluster_leaves_no_process_and_no_directory() {
         let cluster = TestPostgres::start();
         let directory = cluster.directory().to_owned();
         let server = server_process(&directory);
@@ -156,7 +156,7 @@ mod tests {
         assert!(!directory.exists() && !server.exists());
     }
 
-    /// Run by the next test, in a process of its own.
+    /// The next test runs this in a process of its own, and kills it.
     #[test]
     #[ignore = "waits to be killed"]
     fn waits_with_a_cluster() {
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_test_leaves_nothing() {
+    fn cluster_of_a_killed_test_leaves_no_process_and_no_directory() {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["--exact", "postgres::tests::waits_with_a_cluster", "--ignored", "--nocapture"])
             .stdin(Stdio::null())

@@ -1,8 +1,8 @@
-# Runs one PostgreSQL cluster for one test process, and removes it when that process is gone.
+# Runs one PostgreSQL cluster for one test process, and removes it when that process ends.
 #
-# Arguments: the directory of PostgreSQL's programs. Standard input: a TCP port to try on each line; at its end,
-# which also comes when the test process is killed, the cluster is stopped and its directory removed. Standard
-# output: `directory DIR`, then `ready` or `retry` for each port; lines before these say what failed.
+# Argument: the directory of PostgreSQL's programs. Standard input: each line is a TCP port to try. The input ends also when the
+# test process is killed; then the script stops the cluster and removes its directory. Standard output: `directory DIR`, then
+# `ready` or `retry` for each port. Other lines are error messages.
 set -u
 bin=$1
 pid=
@@ -19,7 +19,7 @@ finish() {
 trap finish EXIT
 trap 'exit 1' INT TERM HUP
 
-# PostgreSQL refuses to run as root. Should this script be killed, the kernel tells PostgreSQL (pdeathsig).
+# PostgreSQL refuses to run as root. If this script is killed, the kernel stops PostgreSQL (pdeathsig).
 as="setpriv --pdeathsig QUIT"
 if [ "$(id -u)" = 0 ]; then
     user=postgres

@@ -5,52 +5,52 @@ use serde_json::Value;
 /// One event.
 #[derive(Clone, Debug)]
 pub struct ServerEvent {
-    /// What kind it is; `message` when it does not say.
+    /// Its kind. `message` if the server gives none.
     pub name: String,
-    /// What to send as `Last-Event-ID` to go on after it.
+    /// Its id. A client resumes after it with the header `Last-Event-ID`.
     pub id: Option<String>,
-    /// Its data; null when it has none.
+    /// Its data. Null if it has none.
     pub data: Value,
 }
 
-/// Events as they come. Dropping it hangs up.
+/// The events of a response. Dropping it closes the connection.
 #[derive(Debug)]
 pub struct EventReader {
     response: reqwest::Response,
-    rest: Vec<u8>,
+    unread: Vec<u8>,
 }
 
 impl EventReader {
-    /// The events of an answer.
+    /// The events of a response.
     pub fn new(response: reqwest::Response) -> Self {
-        Self { response, rest: Vec::new() }
+        Self { response, unread: Vec::new() }
     }
 
-    /// The next event; none at the stream's end.
+    /// The next event. `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<ServerEvent> {
         loop {
-            while let Some(end) = self.rest.windows(2).position(|pair| pair == b"\n\n") {
-                let block: Vec<u8> = self.rest.drain(..end + 2).collect();
+            while let Some(end) = self.unread.windows(2).position(|pair| pair == b"\n\n") {
+                let block: Vec<u8> = self.unread.drain(..end + 2).collect();
                 if let Some(event) = parse(std::str::from_utf8(&block).expect("events are text")) {
                     return Some(event);
                 }
             }
-            let piece = self.response.chunk().await.expect("the stream ends whole")?;
-            self.rest.extend_from_slice(&piece);
+            let chunk = self.response.chunk().await.expect("the stream is not cut off")?;
+            self.unread.extend_from_slice(&chunk);
         }
     }
 
-    /// The next event that is wanted; others are passed over.
+    /// The next event that meets a condition. Other events are skipped.
     pub async fn until(&mut self, is_wanted: impl Fn(&ServerEvent) -> bool) -> ServerEvent {
         loop {
-            let event = self.next().await.expect("it comes before the stream ends");
+            let event = self.next().await.expect("the event comes before the stream ends");
             if is_wanted(&event) {
                 return event;
             }
         }
     }
 
-    /// All events until the end.
+    /// All events until the end of the stream.
     pub async fn collect(mut self) -> Vec<ServerEvent> {
         let mut all = Vec::new();
         while let Some(event) = self.next().await {
@@ -60,7 +60,7 @@ impl EventReader {
     }
 }
 
-/// None for a comment, which only keeps the connection alive.
+/// Parses one block. `None` for a comment, which only keeps the connection alive.
 fn parse(block: &str) -> Option<ServerEvent> {
     let field = |name: &str| block.lines().find_map(|line| line.strip_prefix(name)).map(|text| text.trim());
     let data = match field("data:")? {

@@ -55,7 +55,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_has_no_summary() {
+    fn no_samples_have_no_summary() {
         assert_eq!(Summary::of(Vec::new()), None);
         assert_eq!(Summary::of_durations(&[]), None);
     }
@@ -67,13 +67,13 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_samples_does_not_matter() {
+    fn summary_does_not_depend_on_the_order_of_samples() {
         assert_eq!(summary(&[3.0, 1.0, 2.0]), summary(&[1.0, 2.0, 3.0]));
         assert_eq!(summary(&[3.0, 1.0, 2.0]).p50, 2.0);
     }
 
     #[test]
-    fn the_median_of_an_even_number_is_between_the_two_in_the_middle() {
+    fn median_of_an_even_number_is_the_mean_of_the_middle_two() {
         assert_eq!(summary(&[1.0, 2.0, 4.0, 100.0]).p50, 3.0);
     }
 

@@ -60,14 +60,14 @@ mod tests {
     }
 
     #[test]
-    fn characters_are_counted_not_bytes() {
+    fn column_width_counts_characters_not_bytes() {
         let text = render(&COLUMNS, &[row(&["≥ 4 ×", "1"]), row(&["12345", "2"])]);
         assert_eq!(text.lines().nth(2), Some("≥ 4 ×    1"));
         assert_eq!(text.lines().nth(3), Some("12345    2"));
     }
 
     #[test]
-    fn a_table_without_rows_is_its_header() {
+    fn table_without_rows_renders_its_header() {
         assert_eq!(render(&COLUMNS, &[]), "row  p50\n───  ───\n");
     }
 }

@@ -36,7 +36,7 @@ struct Unreachable {
 }
 
 impl Unreachable {
-    fn new(error: &(dyn StdError + 'static)) -> Self {
+    fn new(error: &BollardError) -> Self {
         Self { problem: probe::with_causes(error), is_denied: is_denied(error) }
     }
 
@@ -46,9 +46,15 @@ impl Unreachable {
 }
 
 /// Whether the error, or one of its causes, is a refused permission.
-fn is_denied(error: &(dyn StdError + 'static)) -> bool {
-    let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
-    kind == Some(io::ErrorKind::PermissionDenied) || error.source().is_some_and(is_denied)
+fn is_denied(error: &BollardError) -> bool {
+    // `IOError` is transparent: the I/O error is not among its causes.
+    if let BollardError::IOError { err } = error {
+        return err.kind() == io::ErrorKind::PermissionDenied;
+    }
+    let mut causes = std::iter::successors(error.source(), |cause| (*cause).source());
+    causes.any(|cause| {
+        cause.downcast_ref::<io::Error>().is_some_and(|io| io.kind() == io::ErrorKind::PermissionDenied)
+    })
 }
 
 /// The engine's address: the configured one, else `DOCKER_HOST`.
@@ -167,8 +173,8 @@ mod tests {
 
     #[test]
     fn denied_socket_is_recognised_by_the_kind_of_its_error() {
-        let denied = BollardError::from(io::Error::from(io::ErrorKind::PermissionDenied));
-        assert!(is_denied(&denied));
-        assert!(!is_denied(&BollardError::from(io::Error::from(io::ErrorKind::ConnectionRefused))));
+        let error = |kind| BollardError::from(io::Error::from(kind));
+        assert!(is_denied(&error(io::ErrorKind::PermissionDenied)));
+        assert!(!is_denied(&error(io::ErrorKind::ConnectionRefused)));
     }
 }

@@ -24,7 +24,7 @@ Examples:
   emergent mcp register web --image my/web --port 8080
   emergent mcp register mine --command -- python3 /workspace/server.py")]
 pub(super) struct RegisterArgs {
-    /// The name: lower-case letters, digits, - _ .
+    /// The name: lower-case letters, digits and . - _
     name: String,
     /// The image [default: the workspace image, which needs --command]
     #[arg(long)]

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_guests_memory_is_not_its_monitors() {
+    fn monitor_memory_excludes_the_largest_mapping() {
         let mapping = |size: u32, resident: u32| {
             format!("7f00-7f01 rw-p 0 00:00 0\nSize: {size} kB\nRss:   {resident} kB\nPss: 1 kB\n")
         };

@@ -1,19 +1,20 @@
-//! A server that starts on a database, a key or a data directory that is not as it should be: it says what to do, changes nothing,
-//! and starts again with everything once that is done.
+//! Starts with a bad database, key or data directory. The server refuses to start, names the fix, and changes nothing. After the fix
+//! it starts with all workspaces.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::os::unix::fs::chown;
 use std::process::Command;
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::TestServer;
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 /// The database's files.
 const DATABASE: [&str; 3] = ["emergent.db", "emergent.db-wal", "emergent.db-shm"];
 
-/// A stopped server with a workspace that has a file and a variable, and a copy of its database and key.
+/// A stopped server whose workspace has a file and a variable, and a backup of its database and key.
 struct Installation {
     server: TestServer,
     workspace: String,
@@ -21,7 +22,7 @@ struct Installation {
 }
 
 impl Installation {
-    async fn make() -> Self {
+    async fn new() -> Self {
         let mut server = TestServer::start(BINARY).await;
         let request =
             json!({ "provider": "docker", "network": "isolated", "environment": { "SECRET": "sesame" } });
@@ -39,7 +40,7 @@ impl Installation {
         self.server.data_dir().join(name)
     }
 
-    /// Puts the backup back.
+    /// Restores the backup.
     fn restore(&self) {
         for name in DATABASE {
             let _ = std::fs::remove_file(self.path(name));
@@ -50,24 +51,24 @@ impl Installation {
         }
     }
 
-    /// The server refuses to start and says this; containers and files of workspaces are as they were.
+    /// Asserts that the server refuses to start with these texts, and that it leaves containers and disks unchanged.
     fn assert_refused(&self, parts: &[&str]) {
-        let look = || {
+        let state = || {
             let disks = run("find", &[&self.path("disks").to_string_lossy(), "-printf", "%p %s %T@\n"]);
             let label = format!("label=emergent.installation={}", self.server.installation());
             disks + &run("docker", &["ps", "--filter", &label, "--format", "{{.Names}} {{.ID}}"])
         };
-        let before = look();
-        let said = self.server.refusal(&[]);
+        let before = state();
+        let stderr = self.server.refusal(&[]);
         for part in parts {
-            assert!(said.contains(part), "it should say '{part}':\n{said}");
+            assert!(stderr.contains(part), "'{part}' is not in:\n{stderr}");
         }
-        assert_eq!(said.matches("error: ").count(), 1, "one error, without a backtrace: {said}");
-        assert_eq!(look(), before);
+        assert_eq!(stderr.matches("error: ").count(), 1, "not one error without a backtrace: {stderr}");
+        assert_eq!(state(), before);
     }
 
-    /// With everything put back the workspace is as it was.
-    async fn assert_whole(&mut self) {
+    /// Restores the backup, and asserts that the workspace is unchanged.
+    async fn assert_restored(&mut self) {
         self.restore();
         self.server.start_again().await;
         assert_eq!(self.server.bash(&self.workspace, "cat mark; echo $SECRET").await, "kept\nsesame\n");
@@ -80,8 +81,8 @@ impl Installation {
 }
 
 #[tokio::test]
-async fn a_damaged_empty_or_newer_database_is_refused_and_nothing_is_lost() {
-    let mut installation = Installation::make().await;
+async fn damaged_empty_or_newer_database_is_refused_without_changes() {
+    let mut installation = Installation::new().await;
     let database = installation.path("emergent.db");
     let size = std::fs::metadata(&database).unwrap().len();
     let write = |bytes: &[u8]| std::fs::write(&database, bytes).unwrap();
@@ -112,37 +113,37 @@ async fn a_damaged_empty_or_newer_database_is_refused_and_nothing_is_lost() {
     installation.assert_refused(&["emergent.db", "Is a directory"]);
     std::fs::remove_dir(&database).unwrap();
 
-    installation.assert_whole().await;
+    installation.assert_restored().await;
     installation.remove().await;
 }
 
 #[tokio::test]
-async fn a_database_that_cannot_be_written_is_refused() {
-    let mut installation = Installation::make().await;
+async fn immutable_database_is_refused_without_changes() {
+    let mut installation = Installation::new().await;
     let database = installation.path("emergent.db").to_string_lossy().into_owned();
     run("chattr", &["+i", &database]);
     installation.assert_refused(&["can't open", "emergent.db", "Operation not permitted"]);
     run("chattr", &["-i", &database]);
-    installation.assert_whole().await;
+    installation.assert_restored().await;
     installation.remove().await;
 }
 
 #[tokio::test]
-async fn without_its_key_the_server_refuses_and_a_new_key_costs_only_what_was_sealed() {
-    let mut installation = Installation::make().await;
+async fn missing_key_is_refused_and_a_new_key_removes_only_sealed_variables() {
+    let mut installation = Installation::new().await;
     let key = installation.path("encryption-key");
     std::fs::remove_file(&key).unwrap();
     let lost = ["the encryption key is missing", "from a backup", "EMERGENT_ENCRYPTION_KEY", "--new-key"];
     installation.assert_refused(&lost);
-    assert!(!key.exists(), "a new key would hide that the old one is missing");
+    assert!(!key.exists(), "a new key was made, which hides that the old one is missing");
     std::fs::write(&key, "0".repeat(64)).unwrap();
     run("chmod", &["600", &key.to_string_lossy()]);
     installation.assert_refused(&["not the one that the database's values are sealed with", "--new-key"]);
     std::fs::write(&key, "not a key").unwrap();
     installation.assert_refused(&["is not a key file", "--new-key"]);
-    installation.assert_whole().await;
+    installation.assert_restored().await;
 
-    // It is gone for good.
+    // The old key can't be restored.
     installation.server.terminate();
     std::fs::write(&key, "not a key").unwrap();
     installation.server.start_again_with_flags(&["--new-key"]).await;
@@ -158,7 +159,7 @@ async fn without_its_key_the_server_refuses_and_a_new_key_costs_only_what_was_se
     change("resume").await;
     let started = installation.server.bash(&installation.workspace, "cat mark; echo \"[$SECRET]\"").await;
     assert_eq!(started, "kept\n[]\n");
-    // From then on it is the key, and the flag changes nothing.
+    // The flag does not replace a valid key.
     installation.server.terminate();
     let kept = std::fs::read(&key).unwrap();
     installation.server.start_again_with_flags(&["--new-key"]).await;
@@ -167,15 +168,15 @@ async fn without_its_key_the_server_refuses_and_a_new_key_costs_only_what_was_se
 }
 
 #[tokio::test]
-async fn a_data_directory_that_is_read_only_or_belongs_to_another_user_is_told() {
-    let mut installation = Installation::make().await;
+async fn read_only_or_foreign_data_directory_is_reported() {
+    let mut installation = Installation::new().await;
     let directory = installation.server.data_dir().to_string_lossy().into_owned();
     run("mount", &["--bind", &directory, &directory]);
     run("mount", &["-o", "remount,ro,bind", &directory]);
     installation.assert_refused(&["can't be used: Read-only file system", "--data-dir"]);
     run("umount", &[&directory]);
 
-    // A server of another user.
+    // The server runs as another user than the owner of the directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let binary = elsewhere.path().join("emergent");
     std::fs::copy(BINARY, &binary).unwrap();
@@ -183,16 +184,16 @@ async fn a_data_directory_that_is_read_only_or_belongs_to_another_user_is_told()
     let (binary, flags) = (binary.to_string_lossy(), ["--listen", "127.0.0.1:0", "--data-dir", &directory]);
     let user = ["--reuid=65534", "--regid=65534", "--clear-groups", "timeout", "60", &binary, "serve"];
     let output = Command::new("setpriv").args(user).args(flags).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(!output.status.success(), "{said}");
-    assert!(said.contains("Permission denied") && said.contains("run as its owner"), "{said}");
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{stderr}");
+    assert!(stderr.contains("Permission denied") && stderr.contains("run as its owner"), "{stderr}");
 
-    // A directory of another user.
+    // The directory belongs to another user than the one of the server, which is root.
     chown(&directory, Some(65534), None).unwrap();
     installation.server.start_again().await;
     assert!(installation.server.log().contains("belongs to another user"), "{}", installation.server.log());
     installation.server.terminate();
     chown(&directory, Some(0), None).unwrap();
-    installation.assert_whole().await;
+    installation.assert_restored().await;
     installation.remove().await;
 }

@@ -1,10 +1,12 @@
-//! Faults around the server: a lost or older database, silent connections, a revoked token with open streams, a client that goes away.
+//! Faults outside the server: a lost or older database, silent connections, a revoked token with open streams, a client that
+//! disconnects.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::time::Duration;
 
-use emergent_test_support::server::{TestServer, run};
+use emergent_test_support::command::run;
+use emergent_test_support::server::TestServer;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::AsyncReadExt;
@@ -20,7 +22,7 @@ fn disks(server: &TestServer) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_lost_database_is_refused_and_nothing_is_removed() {
+async fn server_refuses_to_start_beside_disks_of_a_lost_database() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     server.tool(&id, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
@@ -33,14 +35,14 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
     for name in &database {
         let _ = std::fs::rename(server.data_dir().join(name), aside.join(name));
     }
-    let said = server.refusal(&[]);
+    let stderr = server.refusal(&[]);
     for part in ["holds 2 files of workspaces", "Nothing was changed", "--adopt", "--discard-existing"] {
-        assert!(said.contains(part), "{said}");
+        assert!(stderr.contains(part), "{stderr}");
     }
-    // Again: the new, empty database is there by now.
+    // The second start finds the empty database of the first one.
     assert!(server.refusal(&[]).contains("Nothing was changed"));
     assert_eq!(disks(&server), before);
-    // The right database is put back.
+    // With the right database the server starts.
     for name in &database {
         let _ = std::fs::remove_file(server.data_dir().join(name));
         let _ = std::fs::rename(aside.join(name), server.data_dir().join(name));
@@ -51,9 +53,9 @@ async fn a_lost_database_is_refused_and_nothing_is_removed() {
     server.stop();
 }
 
-/// An older version stored the URL of a clone with its credential, and git keeps it in the clone.
+/// An older version stored the credential in the URL of a clone, and git kept it in the clone.
 #[tokio::test]
-async fn a_credential_in_the_clone_of_an_older_version_is_removed() {
+async fn upgrade_removes_credentials_from_clones_of_older_versions() {
     let mut server = TestServer::start(BINARY).await;
     for provider in ["gvisor", "docker"] {
         let id = server.create(json!({ "provider": provider, "network": "isolated" })).await;
@@ -68,7 +70,7 @@ async fn a_credential_in_the_clone_of_an_older_version_is_removed() {
         assert_eq!(config, "https://host.example/r.git\n");
         let workspace = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
         assert_eq!(workspace["metadata"]["credential_in_clone"], serde_json::Value::Null, "{workspace}");
-        // One that somebody adds by hand is theirs.
+        // A credential that a user adds later is kept.
         let by_hand = "git remote set-url origin https://user:hunter2@host.example/r.git";
         server.bash(&id, by_hand).await;
         server.kill();
@@ -81,7 +83,7 @@ async fn a_credential_in_the_clone_of_an_older_version_is_removed() {
 
 const QUARANTINE: &str = "/api/v1/agent/workspaces/quarantine";
 
-/// Waits until so many are in quarantine, with their files.
+/// Waits until this number of disks is in quarantine.
 async fn wait_for_quarantine(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
     let begun = std::time::Instant::now();
     loop {
@@ -95,21 +97,20 @@ async fn wait_for_quarantine(server: &TestServer, count: usize) -> Vec<serde_jso
     }
 }
 
-/// Restores what is in quarantine, makes a workspace of it, and gives the workspace's id.
+/// Restores a disk in quarantine, makes a workspace of it, and returns the workspace's id.
 async fn restore(server: &TestServer, id: &str) -> String {
     let restored = server.request("POST", &format!("{QUARANTINE}/{id}/restore"), None).await.ok();
     assert_eq!(restored["status"], "ready", "{restored}");
     server.request("POST", &format!("{QUARANTINE}/{id}/restore"), None).await.error(409);
-    let asked = json!({ "snapshot_id": id });
-    let made = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(asked)).await.ok();
+    let request = json!({ "snapshot_id": id });
+    let made = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(request)).await.ok();
     let deleted = server.request("DELETE", &format!("/api/v1/agent/workspaces/snapshots/{id}"), None).await;
     deleted.ok();
     made["id"].as_str().unwrap().to_owned()
 }
 
-/// A database of yesterday knows nothing of what was made today.
 #[tokio::test]
-async fn an_older_backup_of_the_database_costs_no_workspace_and_no_snapshot() {
+async fn disks_missing_in_a_restored_database_are_quarantined_and_restorable() {
     let mut server = TestServer::start(BINARY).await;
     let request = || json!({ "provider": "docker", "network": "isolated" });
     let old = server.create(request()).await;
@@ -124,22 +125,24 @@ async fn an_older_backup_of_the_database_costs_no_workspace_and_no_snapshot() {
         server.request("POST", &snapshot, Some(json!({}))).await.ok()["id"].as_str().unwrap().to_owned();
     server.terminate();
     std::fs::copy(&backup, &database).unwrap();
-    // It may be a mistake: nothing is touched for a while.
+    // Within the grace period nothing is changed.
     server.start_again().await;
     let running = || run("docker", &["ps", "--format", "{{.Names}}"]);
     assert!(running().contains(&new), "{}", running());
     assert!(wait_for_quarantine(&server, 0).await.is_empty());
     server.request("GET", &format!("/api/v1/agent/workspaces/{new}"), None).await.error(404);
     server.terminate();
-    // Killed in the middle of it, the next server goes on.
+    // A server that is killed at a step is followed by one that continues.
     for step in [
         "quarantine.row_written",
         "quarantine.container_removed",
         "quarantine.disk_moved",
         "quarantine.sandbox_ended",
     ] {
-        server
-            .start_again_unattended(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0"), ("EMERGENT_FAILPOINT", step)]);
+        server.start_again_without_waiting(&[
+            ("WORKSPACE_ORPHAN_GRACE_SECONDS", "0"),
+            ("EMERGENT_FAILPOINT", step),
+        ]);
         server.wait_until_killed();
     }
     server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
@@ -148,9 +151,9 @@ async fn an_older_backup_of_the_database_costs_no_workspace_and_no_snapshot() {
     assert!(ids.contains(&new.as_str()) && ids.contains(&copy.as_str()), "{found:?}");
     assert!(!running().contains(&new));
     let listed = server.request("GET", "/api/v1/agent/workspaces/snapshots", None).await.ok();
-    assert_eq!(listed["snapshots"], json!([]), "only restored ones are ordinary");
-    let asked = json!({ "snapshot_id": new });
-    let refused = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(asked)).await;
+    assert_eq!(listed["snapshots"], json!([]), "disks in quarantine are not in the list of snapshots");
+    let body = json!({ "snapshot_id": new });
+    let refused = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(body)).await;
     refused.error(409);
     server.request("DELETE", &format!("{QUARANTINE}/{copy}"), None).await.ok();
     let restored = restore(&server, &new).await;
@@ -163,7 +166,7 @@ async fn an_older_backup_of_the_database_costs_no_workspace_and_no_snapshot() {
 }
 
 #[tokio::test]
-async fn a_new_database_can_adopt_the_disks_of_a_lost_one() {
+async fn adopt_flag_quarantines_the_disks_of_a_lost_database() {
     let mut server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor", "network": "isolated" })).await;
     server.tool(&id, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
@@ -183,7 +186,7 @@ async fn a_new_database_can_adopt_the_disks_of_a_lost_one() {
 }
 
 #[tokio::test]
-async fn silent_connections_keep_nobody_out() {
+async fn silent_connections_do_not_block_new_clients() {
     let limit = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).unwrap();
     let server = TestServer::start(BINARY).await;
@@ -191,19 +194,19 @@ async fn silent_connections_keep_nobody_out() {
     let mut silent = Vec::new();
     for number in 0..2300 {
         let stream = TcpStream::connect(&address).await.unwrap();
-        // Some have begun to say something.
+        // Half of them have sent the first byte of a request.
         if number % 2 == 0 {
             stream.writable().await.unwrap();
             let _ = stream.try_write(b"P");
         }
         silent.push(stream);
     }
-    // A client that was not there before.
+    // A client with a new connection, and one with an open connection.
     let new = reqwest::Client::new();
-    let asked = new.get(format!("{}/health/live", server.url)).timeout(Duration::from_secs(10)).send();
-    assert_eq!(asked.await.unwrap().status(), 200);
+    let request = new.get(format!("{}/health/live", server.url)).timeout(Duration::from_secs(10)).send();
+    assert_eq!(request.await.unwrap().status(), 200);
     server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
-    // And those that say nothing are let go.
+    // Silent connections are closed.
     let last = silent.last_mut().unwrap();
     let ended = tokio::time::timeout(Duration::from_secs(60), last.read(&mut [0; 64])).await;
     assert!(matches!(ended, Ok(Ok(0) | Err(_))), "{ended:?}");
@@ -212,7 +215,7 @@ async fn silent_connections_keep_nobody_out() {
 }
 
 #[tokio::test]
-async fn a_revoked_tokens_streams_end() {
+async fn streams_end_when_their_token_is_revoked() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
     let made = server.request("POST", "/api/v1/tokens", Some(json!({ "name": "streams" }))).await.ok();
@@ -233,7 +236,7 @@ async fn a_revoked_tokens_streams_end() {
     let all = async {
         let answer = waiting.await.unwrap().unwrap();
         assert_eq!(answer.status(), 401);
-        // They are cut off: neither ends as if it were complete.
+        // Both are cut off, so that a client does not take them for complete.
         assert!(events.bytes().await.is_err());
         assert!(stream.bytes().await.is_err());
     };
@@ -243,9 +246,9 @@ async fn a_revoked_tokens_streams_end() {
     server.stop();
 }
 
-/// Both container providers make the installation's network at the same time.
+/// Both container providers make the network of the installation at the same time.
 #[tokio::test]
-async fn creates_at_once_on_a_new_installation_share_one_network() {
+async fn concurrent_first_creates_share_one_network() {
     let server = TestServer::start(BINARY).await;
     let create = |provider: &str| {
         let request = json!({ "provider": provider, "network": "nat" });
@@ -261,20 +264,22 @@ async fn creates_at_once_on_a_new_installation_share_one_network() {
     server.stop();
 }
 
-/// Waits until there are so many workspaces, all of them settled.
+/// Waits until this number of workspaces exists, and all are ready.
 async fn wait_for_workspaces(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
+    let begun = std::time::Instant::now();
     loop {
         let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
         let all = listed["workspaces"].as_array().unwrap().clone();
         if all.len() == count && all.iter().all(|one| one["status"] == "ready") {
             return all;
         }
+        assert!(begun.elapsed() < Duration::from_secs(90), "not {count} ready workspaces: {listed}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_during_create_leaves_nothing_unless_it_can_find_it_again() {
+async fn create_of_a_disconnected_client_is_undone_unless_it_has_an_idempotency_key() {
     let server = TestServer::start(BINARY).await;
     let url = format!("{}/api/v1/agent/workspaces", server.url);
     let create = |key: Option<&str>| {
@@ -282,11 +287,11 @@ async fn a_client_that_goes_away_during_create_leaves_nothing_unless_it_can_find
         let request = server.client().post(&url).bearer_auth(&server.token).json(&body);
         key.into_iter().fold(request, |request, key| request.header("idempotency-key", key))
     };
-    // A create takes longer than this.
-    let gone = Duration::from_millis(100);
-    assert!(create(None).timeout(gone).send().await.unwrap_err().is_timeout());
+    // The client disconnects before the create ends.
+    let limit = Duration::from_millis(100);
+    assert!(create(None).timeout(limit).send().await.unwrap_err().is_timeout());
     wait_for_workspaces(&server, 0).await;
-    assert!(create(Some("again")).timeout(gone).send().await.unwrap_err().is_timeout());
+    assert!(create(Some("again")).timeout(limit).send().await.unwrap_err().is_timeout());
     let made = wait_for_workspaces(&server, 1).await;
     let found = create(Some("again")).send().await.unwrap();
     assert_eq!(found.status(), 201);
