@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use emergent_control_plane::{Access, declared_routes};
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -73,12 +73,11 @@ async fn workspace_token_can_use_but_not_destroy_its_workspace() {
     let request = json!({ "name": "own", "workspace_id": id });
     let token = server.request("POST", "/api/v1/tokens", Some(request)).await.ok();
     let token = token["secret"].as_str().unwrap();
-    let bash = format!("/api/v1/agent/workspaces/{id}/bash");
+    let bash = format!("{WORKSPACES}/{id}/bash");
     let answer =
         server.request_as(Some(token), "POST", &bash, Some(json!({ "command": "echo hi" }))).await.ok();
     assert_eq!(answer["stdout"], "hi\n");
-    let destroy =
-        server.request_as(Some(token), "DELETE", &format!("/api/v1/agent/workspaces/{id}"), None).await;
+    let destroy = server.request_as(Some(token), "DELETE", &format!("{WORKSPACES}/{id}"), None).await;
     assert_eq!(destroy.status, 403);
     server.destroy(&id).await;
     // The token is removed with its workspace.
@@ -98,7 +97,7 @@ async fn secrets_are_in_no_file_log_or_container_setting() {
     let inspected =
         emergent_test_support::command::run("docker", &["inspect", &format!("agent-workspace-{id}")]);
     assert!(!inspected.contains("hunter2"), "a setting of the container has a secret");
-    let seen: Value = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    let seen: Value = server.workspace(&id).await;
     assert!(!seen.to_string().contains("hunter2"));
     for file in ["emergent.db", "emergent.db-wal", "test.log"] {
         let bytes = std::fs::read(server.data_dir().join(file)).unwrap_or_default();

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -116,7 +116,7 @@ async fn request_body_is_optional_exactly_where_openapi_says_so() {
     assert_eq!(found, ["workspaces", "attach", "detach", "snapshot"]);
     let created = optional[0].1["id"].as_str().unwrap();
     let snapshot = optional[3].1["id"].as_str().unwrap();
-    server.request("DELETE", &format!("/api/v1/agent/workspaces/snapshots/{snapshot}"), None).await.ok();
+    server.request("DELETE", &format!("{WORKSPACES}/snapshots/{snapshot}"), None).await.ok();
     for id in [&workspace, created] {
         server.destroy(id).await;
     }

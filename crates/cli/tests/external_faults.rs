@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use emergent_test_support::command::run;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::AsyncReadExt;
@@ -68,7 +68,7 @@ async fn upgrade_removes_credentials_from_clones_of_older_versions() {
         server.start_again().await;
         let config = server.bash(&id, "grep -r hunter2 . || git remote get-url origin").await;
         assert_eq!(config, "https://host.example/r.git\n");
-        let workspace = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        let workspace = server.workspace(&id).await;
         assert_eq!(workspace["metadata"]["credential_in_clone"], serde_json::Value::Null, "{workspace}");
         // A credential that a user adds later is kept.
         let by_hand = "git remote set-url origin https://user:hunter2@host.example/r.git";
@@ -104,7 +104,7 @@ async fn restore(server: &TestServer, id: &str) -> String {
     server.request("POST", &format!("{QUARANTINE}/{id}/restore"), None).await.error(409);
     let request = json!({ "snapshot_id": id });
     let made = server.request("POST", "/api/v1/agent/workspaces/from-snapshot", Some(request)).await.ok();
-    let deleted = server.request("DELETE", &format!("/api/v1/agent/workspaces/snapshots/{id}"), None).await;
+    let deleted = server.request("DELETE", &format!("{WORKSPACES}/snapshots/{id}"), None).await;
     deleted.ok();
     made["id"].as_str().unwrap().to_owned()
 }
@@ -120,7 +120,7 @@ async fn disks_missing_in_a_restored_database_are_quarantined_and_restorable() {
     server.start_again().await;
     let new = server.create(request()).await;
     server.tool(&new, "write", json!({ "file_path": "precious", "content": "kept\n" })).await.ok();
-    let snapshot = format!("/api/v1/agent/workspaces/{new}/snapshot");
+    let snapshot = format!("{WORKSPACES}/{new}/snapshot");
     let copy =
         server.request("POST", &snapshot, Some(json!({}))).await.ok()["id"].as_str().unwrap().to_owned();
     server.terminate();
@@ -130,7 +130,7 @@ async fn disks_missing_in_a_restored_database_are_quarantined_and_restorable() {
     let running = || run("docker", &["ps", "--format", "{{.Names}}"]);
     assert!(running().contains(&new), "{}", running());
     assert!(wait_for_quarantine(&server, 0).await.is_empty());
-    server.request("GET", &format!("/api/v1/agent/workspaces/{new}"), None).await.error(404);
+    server.request("GET", &format!("{WORKSPACES}/{new}"), None).await.error(404);
     server.terminate();
     // A server that is killed at a step is followed by one that continues.
     for step in [
@@ -205,7 +205,7 @@ async fn silent_connections_do_not_block_new_clients() {
     let new = reqwest::Client::new();
     let request = new.get(format!("{}/health/live", server.url)).timeout(Duration::from_secs(10)).send();
     assert_eq!(request.await.unwrap().status(), 200);
-    server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    server.request("GET", WORKSPACES, None).await.ok();
     // Silent connections are closed.
     let last = silent.last_mut().unwrap();
     let ended = tokio::time::timeout(Duration::from_secs(60), last.read(&mut [0; 64])).await;
@@ -222,7 +222,7 @@ async fn streams_end_when_their_token_is_revoked() {
     let (token, secret) = (made["id"].as_str().unwrap(), made["secret"].as_str().unwrap());
     let get = |path: String| server.client().get(format!("{}{path}", server.url)).bearer_auth(secret);
     let bash = |body: serde_json::Value| {
-        let url = format!("{}/api/v1/agent/workspaces/{id}/bash", server.url);
+        let url = format!("{}{WORKSPACES}/{id}/bash", server.url);
         server.client().post(url).bearer_auth(secret).json(&body)
     };
     let events = get("/api/v1/events".to_owned()).send().await.unwrap();
@@ -252,7 +252,7 @@ async fn concurrent_first_creates_share_one_network() {
     let server = TestServer::start(BINARY).await;
     let create = |provider: &str| {
         let request = json!({ "provider": provider, "network": "nat" });
-        server.request("POST", "/api/v1/agent/workspaces", Some(request))
+        server.request("POST", WORKSPACES, Some(request))
     };
     let made = futures_util::future::join_all(["gvisor", "docker", "gvisor", "docker"].map(create)).await;
     let ids: Vec<String> = made.into_iter().map(|one| one.ok()["id"].as_str().unwrap().to_owned()).collect();
@@ -268,7 +268,7 @@ async fn concurrent_first_creates_share_one_network() {
 async fn wait_for_workspaces(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
     let begun = std::time::Instant::now();
     loop {
-        let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        let listed = server.request("GET", WORKSPACES, None).await.ok();
         let all = listed["workspaces"].as_array().unwrap().clone();
         if all.len() == count && all.iter().all(|one| one["status"] == "ready") {
             return all;
@@ -281,7 +281,7 @@ async fn wait_for_workspaces(server: &TestServer, count: usize) -> Vec<serde_jso
 #[tokio::test]
 async fn create_of_a_disconnected_client_is_undone_unless_it_has_an_idempotency_key() {
     let server = TestServer::start(BINARY).await;
-    let url = format!("{}/api/v1/agent/workspaces", server.url);
+    let url = format!("{}{WORKSPACES}", server.url);
     let create = |key: Option<&str>| {
         let body = json!({ "provider": "gvisor", "network": "isolated" });
         let request = server.client().post(&url).bearer_auth(&server.token).json(&body);

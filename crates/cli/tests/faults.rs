@@ -5,7 +5,7 @@
 
 use emergent_test_support::command::run;
 use emergent_test_support::engine::TestEngine;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -13,7 +13,7 @@ const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 #[tokio::test]
 async fn invalid_input_gets_an_error_with_a_message() {
     let server = TestServer::start(BINARY).await;
-    let workspaces = "/api/v1/agent/workspaces";
+    let workspaces = WORKSPACES;
     for (body, status) in [
         (json!({ "provider": "lxc" }), 400),
         (json!({ "ttl": 5 }), 400),
@@ -221,7 +221,7 @@ async fn sandbox_is_restarted_after_the_hosts_oom_killer_ended_a_command() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "gvisor", "resource_limits": { "memory": "1G" } })).await;
     server.bash(&id, "echo mine > kept").await;
-    let path = format!("/api/v1/agent/workspaces/{id}");
+    let path = format!("{WORKSPACES}/{id}");
     for is_streamed in [false, true] {
         let before = process_of(&id);
         lower_memory_limit(&id, 256 << 20);
@@ -297,7 +297,7 @@ async fn killed_or_removed_sandbox_is_restarted_with_its_files() {
     // The container is removed behind the server's back.
     run("docker", &["rm", "--force", &name]);
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
-    let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    let seen = server.workspace(&id).await;
     assert!(seen["metadata"]["last_restart"]["reason"].is_string(), "{seen}");
     // Container and volume are removed. The disk is still there, because the volume only refers to it.
     run("docker", &["rm", "--force", &name]);
@@ -315,7 +315,7 @@ async fn killed_or_removed_sandbox_is_restarted_with_its_files() {
     }
     let answer = server.tool(&id, "bash", json!({ "command": "cat file" })).await;
     assert!(answer.message().contains("gone"), "{}", answer.body);
-    let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    let seen = server.workspace(&id).await;
     assert_eq!(seen["status"], "error", "{seen}");
     server.destroy(&id).await;
     server.stop();
@@ -346,7 +346,7 @@ async fn workspaces_recover_after_the_engine_restarts() {
         let call = server.tool(&id, "bash", json!({ "command": "true" })).await;
         assert_eq!(call.error(503), "unavailable", "{signal}");
         let request = json!({ "network": "isolated" });
-        let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+        let refused = server.request("POST", WORKSPACES, Some(request)).await;
         assert!(refused.status >= 500, "{refused:?}");
         engine.start_again();
         // A create succeeds at once, though the last health check failed. Recovery removes the rest of the refused create.
@@ -354,10 +354,10 @@ async fn workspaces_recover_after_the_engine_restarts() {
         server.destroy(&other).await;
         let mut listed = Value::Null;
         while listed["workspaces"].as_array().is_none_or(|all| all.len() != 1) {
-            listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+            listed = server.request("GET", WORKSPACES, None).await.ok();
         }
         assert_eq!(server.bash(&id, "cat file /usr/local/file").await, "kept\ninstalled\n", "{signal}");
-        let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        let seen = server.workspace(&id).await;
         assert_eq!(seen["status"], "ready", "{seen}");
         server.destroy(&id).await;
         server.stop();
@@ -395,7 +395,7 @@ async fn files_of_the_maximum_size_are_written_and_read_unchanged() {
     assert_eq!(written["bytes_written"], 64 << 20);
     let sum = server.bash(&id, "sha256sum < large | cut -d' ' -f1").await;
     assert_eq!(written["sha256"], sum.trim());
-    let url = format!("{}/api/v1/agent/workspaces/{id}/read", server.url);
+    let url = format!("{}{WORKSPACES}/{id}/read", server.url);
     let request =
         server.client().post(&url).bearer_auth(&server.token).header("accept", "application/octet-stream");
     let bytes = request.body(r#"{"path":"large","raw":true}"#).send().await.unwrap().bytes().await.unwrap();

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use emergent_test_support::command::run;
-use emergent_test_support::server::{Answer, TestServer};
+use emergent_test_support::server::{Answer, TestServer, WORKSPACES};
 use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
@@ -78,11 +78,11 @@ async fn full_disk_refuses_writes_and_allows_removals() {
     let (mut server, _images) = on_small_disk(600, &[]).await;
     let directory = server.data_dir().to_owned();
     let (first, second) = (marked(&server, "gvisor").await, marked(&server, "docker").await);
-    let copies = format!("/api/v1/agent/workspaces/{first}/snapshot");
+    let copies = format!("{WORKSPACES}/{first}/snapshot");
     let copy = server.request("POST", &copies, Some(json!({}))).await.ok();
     // A disk that is larger than the host's disk is refused.
     let body = json!({ "provider": "docker", "resource_limits": { "disk": "100G" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(body)).await;
+    let refused = server.request("POST", WORKSPACES, Some(body)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     assert_eq!(ready(&server).await, (200, json!({ "status": "ok" })));
 
@@ -106,7 +106,7 @@ async fn full_disk_refuses_writes_and_allows_removals() {
     assert_eq!(server.tool(&second, "edit", edit).await.error(507), "host_disk_full");
     assert_eq!(server.request("POST", &copies, Some(json!({}))).await.error(507), "host_disk_full");
     let body = json!({ "provider": "docker", "resource_limits": { "disk": "16M" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(body)).await;
+    let refused = server.request("POST", WORKSPACES, Some(body)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     let answer = server.tool(&second, "bash", json!({ "command": "cat mark" })).await.ok();
     assert_eq!(answer["stdout"], "mine\n");
@@ -118,7 +118,7 @@ async fn full_disk_refuses_writes_and_allows_removals() {
     server.start_again().await;
     assert_eq!(server.bash(&first, "cat mark").await, "mine\n");
     server.destroy(&second).await;
-    let copy = format!("/api/v1/agent/workspaces/snapshots/{}", copy["id"].as_str().unwrap());
+    let copy = format!("{WORKSPACES}/snapshots/{}", copy["id"].as_str().unwrap());
     server.request("DELETE", &copy, None).await.ok();
 
     // Once there is free space, all calls succeed again without a restart.
@@ -142,7 +142,7 @@ async fn each_call_succeeds_or_is_refused_at_every_level_of_free_space() {
     let (server, _images) = on_small_disk(600, &[("WORKSPACE_MIN_FREE_DISK", "32M")]).await;
     let directory = server.data_dir().to_owned();
     let id = marked(&server, "gvisor").await;
-    let path = |what: &str| format!("/api/v1/agent/workspaces/{id}/{what}");
+    let path = |what: &str| format!("{WORKSPACES}/{id}/{what}");
     // Whether the call succeeded.
     let succeeded = |step: &str, left: u64, answer: Answer| {
         let is_success = (200..300).contains(&answer.status);
@@ -159,11 +159,11 @@ async fn each_call_succeeds_or_is_refused_at_every_level_of_free_space() {
         fill(&directory, "filler", left);
         let request =
             json!({ "provider": "gvisor", "network": "isolated", "resource_limits": { "disk": "128M" } });
-        let created = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+        let created = server.request("POST", WORKSPACES, Some(request)).await;
         let new = created.body["id"].as_str().map(str::to_owned);
         if succeeded("create", left, created) {
             let new = new.unwrap();
-            server.request("DELETE", &format!("/api/v1/agent/workspaces/{new}"), None).await.ok();
+            server.request("DELETE", &format!("{WORKSPACES}/{new}"), None).await.ok();
         }
         let content = "x".repeat(6 << 20);
         let written = server.tool(&id, "write", json!({ "file_path": "large", "content": content })).await;
@@ -171,7 +171,7 @@ async fn each_call_succeeds_or_is_refused_at_every_level_of_free_space() {
         let copied = server.request("POST", &path("snapshot"), Some(json!({}))).await;
         let copy = copied.body["id"].as_str().map(str::to_owned);
         if succeeded("snapshot", left, copied) {
-            let copy = format!("/api/v1/agent/workspaces/snapshots/{}", copy.unwrap());
+            let copy = format!("{WORKSPACES}/snapshots/{}", copy.unwrap());
             server.request("DELETE", &copy, None).await.ok();
         }
         succeeded("stop", left, server.request("POST", &path("stop"), None).await);
@@ -228,7 +228,7 @@ async fn preallocated_disks_can_be_filled_on_a_full_host() {
     let directory = server.data_dir().to_owned();
     let (first, second) = (marked(&server, "gvisor").await, marked(&server, "docker").await);
     let request = json!({ "provider": "docker", "resource_limits": { "disk": "400M" } });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+    let refused = server.request("POST", WORKSPACES, Some(request)).await;
     assert_eq!(refused.error(507), "host_disk_full");
     fill(&directory, "filler", 1);
     let command = "for round in 1 2; do head -c 60000000 /dev/zero > big; sync big && wc -c < big; rm big; sync .; sleep 1; done";

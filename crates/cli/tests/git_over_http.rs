@@ -4,7 +4,7 @@
 
 use emergent_test_support::git_server::GitServer;
 use emergent_test_support::internet::Internet;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -21,11 +21,7 @@ async fn repository_is_cloned_before_ready_and_commits_are_pushed_and_pulled() {
     let repository = GitServer::start(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
     let created = server
-        .request(
-            "POST",
-            "/api/v1/agent/workspaces",
-            Some(json!({ "repository_url": repository.url(), "branch": "main" })),
-        )
+        .request("POST", WORKSPACES, Some(json!({ "repository_url": repository.url(), "branch": "main" })))
         .await
         .ok();
     assert_eq!(created["status"], "ready", "{created}");
@@ -82,10 +78,8 @@ async fn private_repository_leaves_an_empty_workspace_with_a_warning() {
     let internet = Internet::start();
     let repository = GitServer::start_private(internet.listen(), &FILES);
     let server = TestServer::start(BINARY).await;
-    let created = server
-        .request("POST", "/api/v1/agent/workspaces", Some(json!({ "repository_url": repository.url() })))
-        .await
-        .ok();
+    let created =
+        server.request("POST", WORKSPACES, Some(json!({ "repository_url": repository.url() }))).await.ok();
     assert_eq!(created["status"], "ready");
     assert_eq!(
         created["metadata"]["warnings"],
@@ -107,11 +101,11 @@ async fn missing_repository_or_branch_fails_the_create() {
         json!({ "repository_url": format!("{}x", repository.url()) }),
         json!({ "repository_url": repository.url(), "branch": "no-such-branch" }),
     ] {
-        let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+        let refused = server.request("POST", WORKSPACES, Some(request)).await;
         assert!(refused.message().contains("not found"), "{refused:?}");
         assert_eq!(refused.error(422), "git_failed");
     }
-    let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    let listed = server.request("GET", WORKSPACES, None).await.ok();
     assert_eq!(listed["workspaces"], json!([]));
     server.stop();
 }

@@ -11,7 +11,7 @@ use emergent_test_support::engine::TestEngine;
 use emergent_test_support::internet::Internet;
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::McpClient;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -29,7 +29,7 @@ fn exists(kind: &str, id: &str) -> bool {
 #[tokio::test]
 async fn create_gvisor_container_with_default_configuration() {
     let server = TestServer::start(BINARY).await;
-    let created = server.request("POST", "/api/v1/agent/workspaces", Some(json!({}))).await;
+    let created = server.request("POST", WORKSPACES, Some(json!({}))).await;
     assert_eq!(created.status, 201);
     let created = created.ok();
     assert_eq!((&created["status"], &created["provider"]), (&json!("ready"), &json!("gvisor")));
@@ -54,11 +54,11 @@ async fn gvisor_runtime_not_installed() {
     let host = engine.host();
     let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
     let request = json!({ "provider": "gvisor" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+    let refused = server.request("POST", WORKSPACES, Some(request)).await;
     assert!(refused.message().contains("gVisor runtime not available"), "{refused:?}");
     assert_eq!(refused.error(503), "unavailable");
     // With `auto` no other provider can be used. The error names each with its reason.
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(json!({}))).await;
+    let refused = server.request("POST", WORKSPACES, Some(json!({}))).await;
     let message = refused.message().to_owned();
     for part in ["firecracker: ", "gvisor: gVisor runtime not available", "docker: "] {
         assert!(message.contains(part), "{message}");
@@ -67,7 +67,7 @@ async fn gvisor_runtime_not_installed() {
     let gvisor =
         providers["providers"].as_array().unwrap().iter().find(|one| one["name"] == "gvisor").unwrap();
     assert_eq!(gvisor["status"], "unhealthy");
-    let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    let listed = server.request("GET", WORKSPACES, None).await.ok();
     assert_eq!(listed["workspaces"], json!([]));
 }
 
@@ -78,7 +78,7 @@ async fn gvisor_runtime_installed_but_broken() {
     let host = engine.host();
     let server = TestServer::start_with(BINARY, &[("DOCKER_HOST", &host)]).await;
     let request = json!({ "provider": "gvisor", "network": "isolated" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await;
+    let refused = server.request("POST", WORKSPACES, Some(request)).await;
     assert!(refused.message().contains("gVisor runtime not available"), "{refused:?}");
     assert!((500..600).contains(&refused.status));
 }
@@ -88,17 +88,17 @@ async fn fallback_to_standard_docker_runtime() {
     // Without `allow_docker` the provider is refused.
     let server = TestServer::start_with(BINARY, &[]).await;
     let request = json!({ "provider": "docker" });
-    let refused = server.request("POST", "/api/v1/agent/workspaces", Some(request.clone())).await;
+    let refused = server.request("POST", WORKSPACES, Some(request.clone())).await;
     assert!(refused.message().contains("allow_docker"), "{refused:?}");
     refused.error(422);
     server.stop();
     // With `allow_docker` it works, with a warning in the answer, the metadata and the log.
     let server = TestServer::start(BINARY).await;
-    let created = server.request("POST", "/api/v1/agent/workspaces", Some(request)).await.ok();
+    let created = server.request("POST", WORKSPACES, Some(request)).await.ok();
     let id = created["id"].as_str().unwrap();
     let warnings = created["metadata"]["warnings"].to_string();
     assert!(warnings.contains("reduced isolation"), "{created}");
-    let seen = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+    let seen = server.workspace(id).await;
     assert_eq!(seen["metadata"]["warnings"], created["metadata"]["warnings"]);
     assert!(server.log().contains("reduced isolation"));
     assert_eq!(server.bash(id, "uname -r").await, run("uname", &["-r"]));
@@ -165,7 +165,7 @@ async fn volume_persists_across_container_stop_start() {
     server
         .bash(&id, "echo inside > kept; mkdir /opt/tool && echo outside > /opt/tool/kept; chmod 600 kept")
         .await;
-    let path = format!("/api/v1/agent/workspaces/{id}");
+    let path = format!("{WORKSPACES}/{id}");
     for round in 0..2 {
         let stopped = server.request("POST", &format!("{path}/stop"), None).await.ok();
         assert_eq!(stopped["status"], "stopped");
@@ -190,7 +190,7 @@ async fn volume_cleanup_on_workspace_destroy() {
     assert!(!server.leftovers().is_empty());
     server.destroy(&id).await;
     assert!(!exists("container", &id) && !exists("volume", &id));
-    server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.error(404);
+    server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.error(404);
     server.stop();
 }
 
@@ -222,7 +222,7 @@ async fn memory_limit_via_docker() {
 async fn disk_quota_via_docker_volume() {
     let server = TestServer::start(BINARY).await;
     let created = json!({ "resource_limits": { "disk": "64M" } });
-    let created = server.request("POST", "/api/v1/agent/workspaces", Some(created)).await.ok();
+    let created = server.request("POST", WORKSPACES, Some(created)).await.ok();
     assert_eq!(created["metadata"]["disk_quota"], "enforced");
     let id = created["id"].as_str().unwrap();
     let full = server.tool(id, "bash", json!({ "command": "head -c 100M /dev/zero > big" })).await.ok();
@@ -247,7 +247,7 @@ async fn linux_without_kvm() {
     let info: Value =
         serde_json::from_str(&run("docker", &["info", "--format", "{{json .Runtimes}}"])).unwrap();
     assert!(!info["runsc"].to_string().contains("platform=kvm"), "{info}");
-    let created = server.request("POST", "/api/v1/agent/workspaces", Some(json!({}))).await.ok();
+    let created = server.request("POST", WORKSPACES, Some(json!({}))).await.ok();
     let id = created["id"].as_str().unwrap();
     assert_eq!(
         server.bash(id, "ls /dev/kvm 2>&1 || true").await,

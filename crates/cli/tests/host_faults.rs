@@ -38,7 +38,7 @@ async fn read_only_database_refuses_changes_and_loses_nothing() {
     let immutable = Immutable::new(vec![database.clone(), server.data_dir().join("emergent.db-wal")]);
     // Calls that need no write to the database succeed. The others fail with the reason, and change nothing.
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
-    assert_eq!(server.request("GET", &path(&id), None).await.ok()["status"], "ready");
+    assert_eq!(server.workspace(&id).await["status"], "ready");
     let changes = [("POST", WORKSPACES.to_owned()), ("POST", path(&id) + "/stop"), ("DELETE", path(&id))];
     for (method, target) in &changes {
         let body = (*method == "POST").then(|| json!({}));
@@ -51,7 +51,7 @@ async fn read_only_database_refuses_changes_and_loses_nothing() {
     // When the database can be written again, calls succeed without a restart.
     let after = server.request("GET", WORKSPACES, None).await.ok()["workspaces"].clone();
     assert_eq!(ids(&after), ids(&before));
-    server.request("POST", &(path(&id) + "/stop"), Some(json!({}))).await.ok();
+    server.act(&id, "stop").await;
     // A server refuses to start on a database that it can't write.
     server.terminate();
     let immutable = Immutable::new(vec![database]);
@@ -60,7 +60,7 @@ async fn read_only_database_refuses_changes_and_loses_nothing() {
     assert!(server.log().contains("the database can't be used"), "{}", server.log());
     drop(immutable);
     server.start_again().await;
-    server.request("POST", &(path(&id) + "/resume"), Some(json!({}))).await.ok();
+    server.act(&id, "resume").await;
     assert_eq!(server.bash(&id, "cat file").await, "kept\n");
     server.destroy(&id).await;
     server.stop();
@@ -100,7 +100,7 @@ async fn stepped_clock_does_not_change_the_lifetime_of_workspaces() {
     for step in ["+400d", "-400d"] {
         set(step);
         // The measurement's timestamp shows that the server has the stepped clock.
-        let seen = server.request("GET", &path(&id), None).await.ok();
+        let seen = server.workspace(&id).await;
         let measured = seen["usage"]["measured_at"].as_str().unwrap()[..4].to_owned();
         let created = seen["created_at"].as_str().unwrap()[..4].to_owned();
         assert_ne!(measured, created, "{step}: {seen}");

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use emergent_test_support::command::run;
 use emergent_test_support::microvm::Microvms;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -170,7 +170,7 @@ async fn start_replaces_altered_agent_binaries_of_an_older_version() {
 async fn files_of_the_data_directory_are_private() {
     let server = TestServer::start(BINARY).await;
     let id = server.create_marked(json!({ "provider": "gvisor", "network": "isolated" })).await;
-    let snapshot = format!("/api/v1/agent/workspaces/{id}/snapshot");
+    let snapshot = format!("{WORKSPACES}/{id}/snapshot");
     let made = server.request("POST", &snapshot, Some(json!({}))).await.ok();
     let directory = server.data_dir().to_string_lossy().into_owned();
     let open = run(
@@ -178,7 +178,7 @@ async fn files_of_the_data_directory_are_private() {
         &[&directory, "-mindepth", "1", "-perm", "/077", "!", "-type", "l", "!", "-name", "test.log"],
     );
     assert_eq!(open, "", "other users may access these files");
-    let copy = format!("/api/v1/agent/workspaces/snapshots/{}", made["id"].as_str().unwrap());
+    let copy = format!("{WORKSPACES}/snapshots/{}", made["id"].as_str().unwrap());
     server.request("DELETE", &copy, None).await.ok();
     server.destroy(&id).await;
     server.stop();
@@ -255,7 +255,7 @@ async fn sandbox_with_a_stopped_agent_is_restarted() {
         let _ = server.tool(&id, "bash", stopped).await;
         let answer = server.tool(&id, "bash", json!({ "command": "cat mark" })).await.ok();
         assert_eq!(answer["stdout"], "mine\n", "{provider}");
-        let workspace = server.request("GET", &format!("/api/v1/agent/workspaces/{id}"), None).await.ok();
+        let workspace = server.workspace(&id).await;
         let restart = &workspace["metadata"]["last_restart"]["reason"];
         if provider == "gvisor" {
             assert!(restart.as_str().unwrap().contains("its agent does not answer"), "{workspace}");

@@ -7,7 +7,7 @@
 
 use emergent_test_support::command::run;
 use emergent_test_support::microvm::Microvms;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -71,7 +71,7 @@ async fn shared_resources_cannot_be_exhausted(server: &TestServer, request: Valu
         assert!(is_lost || is_cut, "{answer:?}");
     }
     server.wait_until_it_works(&attacker).await;
-    let url = format!("{}/api/v1/agent/workspaces/{attacker}/bash", server.url);
+    let url = format!("{}{WORKSPACES}/{attacker}/bash", server.url);
     let body = json!({ "command": "yes", "timeout_ms": 600_000 });
     let stream = server.client().post(url).bearer_auth(&server.token).header("accept", "text/event-stream");
     let stream = stream.json(&body).send().await.unwrap();

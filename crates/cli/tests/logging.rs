@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -30,7 +30,7 @@ async fn log_lines_of_a_call_have_its_request_id_and_no_secret() {
         }))
         .await;
     let response = reqwest::Client::new()
-        .post(format!("{}/api/v1/agent/workspaces/{id}/bash", server.url))
+        .post(format!("{}{WORKSPACES}/{id}/bash", server.url))
         .bearer_auth(&server.token)
         .header("x-request-id", "the-call-to-find")
         .json(&json!({ "command": "echo text-of-a-command $API_KEY" }))

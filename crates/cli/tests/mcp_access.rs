@@ -4,7 +4,7 @@
 
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::{McpClient, request};
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -78,7 +78,7 @@ impl World {
 }
 
 fn workspace(id: &str) -> String {
-    format!("/api/v1/agent/workspaces/{id}/mcp")
+    format!("{WORKSPACES}/{id}/mcp")
 }
 
 fn initialize() -> String {

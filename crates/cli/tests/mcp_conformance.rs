@@ -4,7 +4,7 @@
 
 use emergent_test_support::conformance::{self, Report, Suite};
 use emergent_test_support::mcp::{self, SERVERS};
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -61,7 +61,7 @@ async fn shared_server_passes_all_scenarios_without_requests_to_the_client() {
 async fn workspace_tools_pass_all_scenarios_for_tools() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({ "provider": "docker" })).await;
-    let path = format!("/api/v1/agent/workspaces/{id}/mcp");
+    let path = format!("{WORKSPACES}/{id}/mcp");
     for (suite, expected) in [
         (Suite::First, include_str!("../../workspace-mcp/conformance/expected-failures-0.1.16.yml")),
         (LEGACY, include_str!("../../workspace-mcp/conformance/expected-failures-2025-11-25.yml")),

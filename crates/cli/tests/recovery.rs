@@ -5,7 +5,7 @@
 use std::process::Command;
 
 use emergent_test_support::command::run;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -68,7 +68,7 @@ async fn kill_during_creates_and_destroys_leaves_nothing() {
     let keep = server.create(json!({})).await;
     // The server is killed while several creates and a destroy run. Each pause is a different moment, not a wait for a condition.
     for pause_ms in [0, 60, 150, 300] {
-        let url = format!("{}/api/v1/agent/workspaces", server.url);
+        let url = format!("{}{WORKSPACES}", server.url);
         for _ in 0..3 {
             let request = server.client().post(&url).bearer_auth(&server.token).body("{}").send();
             tokio::spawn(request);
@@ -80,7 +80,7 @@ async fn kill_during_creates_and_destroys_leaves_nothing() {
         server.start_again().await;
         // Ready workspaces are kept. Incomplete creates are undone, and incomplete destroys are finished. A complete create is kept,
         // though its caller got no answer.
-        let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        let listed = server.request("GET", WORKSPACES, None).await.ok();
         for workspace in listed["workspaces"].as_array().unwrap() {
             assert_eq!(workspace["status"], "ready", "{workspace}");
             let id = workspace["id"].as_str().unwrap();
@@ -90,7 +90,7 @@ async fn kill_during_creates_and_destroys_leaves_nothing() {
         }
         assert_eq!(server.bash(&keep, "echo alive").await, "alive\n");
     }
-    server.request("DELETE", &format!("/api/v1/agent/workspaces/{doomed}"), None).await;
+    server.request("DELETE", &format!("{WORKSPACES}/{doomed}"), None).await;
     server.destroy(&keep).await;
     server.stop();
 }
@@ -146,7 +146,7 @@ async fn damaged_row_is_listed_as_unreadable_and_its_sandbox_is_kept() {
     server.kill();
     server.sql(&format!("UPDATE agent_workspaces SET status = 'lost' WHERE id = '{damaged}'")).await;
     server.start_again_with(&[("WORKSPACE_ORPHAN_GRACE_SECONDS", "0")]).await;
-    let listed = server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+    let listed = server.request("GET", WORKSPACES, None).await.ok();
     let ids = |list: &str| -> Vec<String> {
         let rows = listed[list].as_array().unwrap().iter();
         rows.map(|row| row["id"].as_str().unwrap().to_owned()).collect()
@@ -192,7 +192,7 @@ async fn second_server_on_the_same_data_directory_is_refused() {
 async fn exported_audit_records_verify_and_changed_ones_do_not() {
     let server = TestServer::start(BINARY).await;
     for _ in 0..3 {
-        server.request("GET", "/api/v1/agent/workspaces", None).await.ok();
+        server.request("GET", WORKSPACES, None).await.ok();
     }
     let file = server.data_dir().join("export.jsonl");
     let audit = |arguments: &[&str]| {

@@ -7,7 +7,7 @@ use std::os::unix::fs::chown;
 use std::process::Command;
 
 use emergent_test_support::command::run;
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use serde_json::json;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -152,7 +152,7 @@ async fn missing_key_is_refused_and_a_new_key_removes_only_sealed_variables() {
     let read = installation.server.bash(&installation.workspace, "cat mark").await;
     assert_eq!(read, "kept\n");
     let change = async |what: &str| {
-        let path = format!("/api/v1/agent/workspaces/{}/{what}", installation.workspace);
+        let path = format!("{WORKSPACES}/{}/{what}", installation.workspace);
         installation.server.request("POST", &path, None).await.ok();
     };
     change("stop").await;

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use emergent_test_support::server::TestServer;
+use emergent_test_support::server::{TestServer, WORKSPACES};
 use emergent_test_support::sse::ServerEvent;
 use serde_json::json;
 
@@ -21,7 +21,7 @@ fn text(events: &[ServerEvent], stream: &str) -> String {
 async fn streamed_command_sends_output_as_it_is_written_and_then_its_result() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
-    let bash = format!("/api/v1/agent/workspaces/{id}/bash");
+    let bash = format!("{WORKSPACES}/{id}/bash");
     // The command writes its second line only after the test has read the first.
     let command = "echo first; while [ ! -e seen ]; do sleep 0.05; done; echo wrong >&2; echo grün; exit 3";
     let mut events = server.events("POST", &bash, Some(json!({ "command": command })), None).await;
@@ -50,7 +50,7 @@ async fn streamed_command_sends_output_as_it_is_written_and_then_its_result() {
 async fn streamed_command_ends_when_its_client_disconnects() {
     let server = TestServer::start(BINARY).await;
     let id = server.create(json!({})).await;
-    let bash = format!("/api/v1/agent/workspaces/{id}/bash");
+    let bash = format!("{WORKSPACES}/{id}/bash");
     let mut events =
         server.events("POST", &bash, Some(json!({ "command": "echo $$; sleep 1000" })), None).await;
     let pid = events.next().await.unwrap().data["text"].as_str().unwrap().trim().to_owned();

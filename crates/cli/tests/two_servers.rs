@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::postgres::TestPostgres;
-use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::server::{POOL, TestServer, WORKSPACES};
 use emergent_test_support::wait::wait_until;
 use futures_util::future::join_all;
 use serde_json::{Value, json};
@@ -24,7 +24,7 @@ async fn pair(settings: &[(&str, &str)]) -> (TestServer, TestServer) {
 }
 
 async fn status(server: &TestServer, id: &str) -> Value {
-    server.request("GET", &format!("{WORKSPACES}/{id}"), None).await.ok()["status"].clone()
+    server.workspace(id).await["status"].clone()
 }
 
 async fn post(server: &TestServer, path: &str, body: Value) -> Value {
@@ -76,7 +76,7 @@ async fn each_server_can_use_workspaces_of_the_other() {
 async fn two_servers_share_the_workspace_limit_and_the_pool() {
     let (mut one, two) = pair(&[("WORKSPACE_MAX_CONCURRENT", "6")]).await;
     let shape = json!({ "provider": "docker", "size": 3 });
-    one.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
+    one.request("PUT", POOL, Some(json!({ "shapes": [shape] }))).await.ok();
     one.wait_for_pool(3).await;
     two.wait_for_pool(3).await;
     let both = [&one, &two, &one, &two, &one, &two, &one, &two, &one, &two];

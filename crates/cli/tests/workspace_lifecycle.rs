@@ -157,7 +157,7 @@ async fn successful_workspace_destruction() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let ready = server.create(json!({})).await;
     let stopped = server.create(json!({})).await;
-    server.request("POST", &format!("{}/stop", path(&stopped)), None).await.ok();
+    server.act(&stopped, "stop").await;
     for id in [ready, stopped] {
         let answer = server.request("DELETE", &path(&id), None).await.ok();
         assert_eq!(answer, json!({ "id": id, "destroyed": true }));
@@ -225,7 +225,7 @@ async fn resume_a_stopped_workspace() {
     let server = TestServer::start_with(BINARY, &[]).await;
     let id = server.create(json!({ "environment": { "A": "b" } })).await;
     server.bash(&id, "echo in > file; echo out > /srv/file; ls / > /opt/list").await;
-    server.request("POST", &format!("{}/stop", path(&id)), None).await.ok();
+    server.act(&id, "stop").await;
     let resume = format!("{}/resume", path(&id));
     let (one, two) =
         tokio::join!(server.request("POST", &resume, None), server.request("POST", &resume, None));
@@ -244,7 +244,7 @@ async fn workspace_expires_after_ttl() {
     let short = json!({ "ttl_seconds": 60, "provider": "docker", "network": "isolated" });
     let idle = server.create(short.clone()).await;
     let stopped = server.create(short.clone()).await;
-    server.request("POST", &format!("{}/stop", path(&stopped)), None).await.ok();
+    server.act(&stopped, "stop").await;
     let used = server.create(short.clone()).await;
     let busy = server.create(short.clone()).await;
     let background = server.create(short).await;

@@ -29,7 +29,7 @@ async fn create_block_device_for_new_workspace() {
     // The size of the disk is a limit.
     let full = server.tool(&id, "bash", json!({ "command": "fallocate -l 6G /workspace/big" })).await.ok();
     assert!(full["stderr"].as_str().unwrap().contains("No space left"), "{full}");
-    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+    server.act(&id, "stop").await;
     let described = file_system(&disk(&server, &id));
     assert!(described.contains("Filesystem state:         clean"), "{described}");
     run("e2fsck", &["-f", "-n", disk(&server, &id).to_str().unwrap()]);
@@ -74,9 +74,9 @@ async fn block_device_persists_across_stop_resume() {
         .await;
     let boot = server.bash(&id, "cat /proc/sys/kernel/random/boot_id").await;
     for _ in 0..2 {
-        server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+        server.act(&id, "stop").await;
         assert_eq!(machine(&server, &id).await["pid"], Value::Null);
-        server.request("POST", &format!("{WORKSPACES}/{id}/resume"), None).await.ok();
+        server.act(&id, "resume").await;
         assert_eq!(server.bash(&id, "cat link /srv/other; stat -c %a file").await, "kept\nalso\n640\n");
         assert_ne!(server.bash(&id, "cat /proc/sys/kernel/random/boot_id").await, boot);
     }

@@ -141,7 +141,7 @@ async fn destroy_running_microvm() {
 async fn destroy_stopped_microvm() {
     let (microvms, server) = start(&[]).await;
     let id = server.create(microvms.small()).await;
-    server.request("POST", &format!("{WORKSPACES}/{id}/stop"), None).await.ok();
+    server.act(&id, "stop").await;
     assert_eq!(machine(&server, &id).await["phase"], "stopped");
     assert!(disk(&server, &id).exists());
     server.destroy(&id).await;
