@@ -1,10 +1,11 @@
-//! The audit log's one writer: calls hand their entries over and are answered when they are written, so that a server
-//! that is killed has no call answered that the log does not know. A task writes what has come meanwhile in one batch.
-//! Only messages to MCP servers, of which there may be thousands a second, don't wait: what was handed over in the last
-//! moment ([`COLLECT_TIME`]) is lost with a server that is killed, and written by one that ends.
+//! The one writer of the audit log. Calls put their entries into a queue, and a task writes the queue in batches.
 //!
-//! A database that can't be written must not stop everything: then calls are answered after a while all the same, and
-//! their entries wait in the queue. Only when that is full is an entry lost, which is logged and counted.
+//! A call is answered after its entry is written, so after a crash no answered call is missing in the log. The exception are messages
+//! to MCP servers, of which there may be thousands a second: they do not wait, and a crash loses the entries of the last
+//! [`COLLECT_TIME`]. An orderly shutdown writes them.
+//!
+//! A database that can't be written must not stop the server. Then calls are answered after [`WRITE_TIMEOUT`], and their entries stay
+//! in the queue. An entry is lost only when the queue is full, which is logged and counted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,75 +13,76 @@ use std::time::Duration;
 use emergent_store::{AuditEntry, Store};
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::timeout;
+use tracing::Instrument as _;
 
-/// Entries that may wait.
-const QUEUED: usize = 4096;
-/// Entries in one transaction.
+/// The limit on queued entries.
+const MAX_QUEUED: usize = 4096;
+/// The entries of one transaction.
 const BATCH: usize = 256;
-/// After a failure to write.
+/// The pause after a failure to write.
 const RETRY_AFTER: Duration = Duration::from_millis(500);
-/// Failures in a row of which one is logged.
-const SAY_EVERY: u32 = 120;
-/// How long entries are collected that nobody waits for.
+/// One of this many failures in a row is logged.
+const LOG_EVERY: u32 = 120;
+/// The time for which entries are collected that no call waits for.
 const COLLECT_TIME: Duration = Duration::from_millis(10);
-/// How long a call waits for its entry.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// The time for which a call waits for its entry.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The time for which a reader of the log, or the shutdown of the server, waits for the queued entries.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a reader of the log, or the end of the server, waits for what is under way.
-const FLUSH_TIME: Duration = Duration::from_secs(10);
-
-/// An entry, and whom to tell when it is written, if anybody waits.
+/// An entry, and the channel that reports that it is written, if a call waits for that.
 struct Item {
     entry: Option<Box<AuditEntry>>,
     written: Option<oneshot::Sender<()>>,
 }
 
-/// Where calls hand their entries over.
+/// The queue of the writer.
 #[derive(Clone)]
 pub(crate) struct Audit {
     queue: mpsc::Sender<Item>,
-    /// Somebody waits.
+    /// Notified when a call waits for its entry.
     urgent: Arc<Notify>,
 }
 
 impl Audit {
     /// Starts the writer.
     pub(crate) fn start(store: Store) -> Self {
-        let (queue, entries) = mpsc::channel(QUEUED);
+        let (queue, entries) = mpsc::channel(MAX_QUEUED);
         let urgent = Arc::new(Notify::new());
-        tokio::spawn(write(store, entries, Arc::clone(&urgent)));
+        let span = tracing::info_span!(parent: None, "background", task = "audit");
+        tokio::spawn(write(store, entries, Arc::clone(&urgent)).instrument(span));
         Self { queue, urgent }
     }
 
-    /// Hands an entry over and waits until it is written.
+    /// Queues an entry and waits until it is written.
     pub(crate) async fn record(&self, entry: AuditEntry) {
         let (done, written) = oneshot::channel();
         if self.put(Item { entry: Some(Box::new(entry)), written: Some(done) }).await {
             self.urgent.notify_one();
-            let _ = timeout(PATIENCE, written).await;
+            let _ = timeout(WRITE_TIMEOUT, written).await;
         }
     }
 
-    /// Hands an entry over that is written in a moment.
+    /// Queues an entry.
     pub(crate) async fn record_soon(&self, entry: AuditEntry) {
         self.put(Item { entry: Some(Box::new(entry)), written: None }).await;
     }
 
     async fn put(&self, item: Item) -> bool {
-        let is_taken = self.queue.send_timeout(item, PATIENCE).await.is_ok();
-        if !is_taken {
-            tracing::error!("an audit entry was lost: the audit log can't be written and too many wait");
+        let is_queued = self.queue.send_timeout(item, WRITE_TIMEOUT).await.is_ok();
+        if !is_queued {
+            tracing::error!("an audit entry was lost: the audit log can't be written, and the queue is full");
             metrics::counter!("emergent_audit_lost_total").increment(1);
         }
-        is_taken
+        is_queued
     }
 
-    /// Waits until everything handed over so far is written, if it can be.
+    /// Waits until all queued entries are written, if they can be.
     pub(crate) async fn flush(&self) {
         let (done, written) = oneshot::channel();
-        if self.queue.send_timeout(Item { entry: None, written: Some(done) }, FLUSH_TIME).await.is_ok() {
+        if self.queue.send_timeout(Item { entry: None, written: Some(done) }, FLUSH_TIMEOUT).await.is_ok() {
             self.urgent.notify_one();
-            let _ = timeout(FLUSH_TIME, written).await;
+            let _ = timeout(FLUSH_TIMEOUT, written).await;
         }
     }
 }
@@ -101,7 +103,7 @@ async fn write(store: Store, mut queue: mpsc::Receiver<Item>, urgent: Arc<Notify
         if !entries.is_empty() {
             let mut failures = 0_u32;
             while let Err(error) = store.append_audits(entries.clone()).await {
-                if failures.is_multiple_of(SAY_EVERY) {
+                if failures.is_multiple_of(LOG_EVERY) {
                     tracing::error!(%error, entries = entries.len(), "the audit log can't be written; retrying");
                 }
                 failures += 1;
@@ -143,7 +145,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_nobody_waits_for_is_written_before_what_somebody_does() {
+    async fn entries_are_written_in_the_order_of_the_queue() {
         let directory = tempfile::tempdir().unwrap();
         let store = Store::open(StoreConfig::Sqlite(directory.path().join("emergent.db"))).await.unwrap();
         let audit = Audit::start(store.clone());
@@ -155,7 +157,7 @@ mod tests {
         let tools: Vec<String> = written.into_iter().rev().map(|record| record.entry.tool).collect();
         let wanted = (0..100).map(|number| format!("soon {number}")).chain(["now".to_owned()]);
         assert_eq!(tools, wanted.collect::<Vec<_>>());
-        // Alone they come without anybody's asking.
+        // An entry that no call waits for is written, too.
         audit.record_soon(entry("alone".to_owned())).await;
         while store.verify_audit().await.unwrap() < 102 {
             tokio::task::yield_now().await;

@@ -1,12 +1,12 @@
-//! Retention of the audit log: rows that are older than the setting are exported to a file, then removed.
+//! Retention of the audit log: rows that are older than the setting are exported to a file and then removed.
 //!
 //! ```text
 //! rows ──export──▶ temporary file ──fsync, rename──▶ audit/FIRST-LAST.jsonl ──then──▶ rows removed ──▶ row `audit.prune`
 //! ```
 //!
-//! A row is removed only when the file that holds it is on the disk. A server that is killed in between exports the same rows
-//! again, as do two servers on one database; exports may overlap (`emergent audit verify --export` accepts that). Exports are never removed: move them where the
-//! installation's records are kept.
+//! A row is removed only after its export is on the disk. After a crash in between, the same rows are exported again; so do two servers
+//! on one database. Exports may therefore overlap, which `emergent audit verify --export` accepts. The server never removes exports:
+//! the operator moves them to an archive.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -19,30 +19,23 @@ use emergent_store::{AuditCut, AuditEntry, AuditOutcome, AuditRange, AuditRecord
 
 use crate::audit::Audit;
 
-/// Rows that are read at once.
+/// The rows that are read at once.
 const PAGE: u32 = 500;
 /// The directory of exports, below the data directory.
 const EXPORTS: &str = "audit";
-/// A temporary file that is older was left by a server that was killed.
-const UNFINISHED_FOR: Duration = Duration::from_secs(3600);
+/// A temporary file that is older than this was left by a crash.
+const MAX_EXPORT_TIME: Duration = Duration::from_secs(3600);
 
-/// Why old rows are still there.
+/// The error of exporting and removing rows.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RetentionError {
-    /// They could not be read or removed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// They could not be exported.
     #[error("the rows can't be exported to {}", path.display())]
-    Export {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
+    Export { path: PathBuf, source: io::Error },
 }
 
-/// Exports and removes the rows that are older than `retention_days`; none are too old if that is 0.
+/// Exports and removes the rows that are older than `retention_days`. 0 keeps all rows.
 pub(crate) async fn prune(
     store: &Store,
     audit: &Audit,
@@ -66,7 +59,7 @@ pub(crate) async fn prune(
     Ok(cut)
 }
 
-/// Writes the rows of a range to a file. Gives its path and the last row; none if there are no rows.
+/// Writes the rows of a range to a file. Returns its path and the number of the last row, or None if there are no rows.
 async fn export(
     store: &Store,
     directory: &Path,
@@ -77,11 +70,11 @@ async fn export(
         return Ok(None);
     };
     let failed = |source| RetentionError::Export { path: directory.to_owned(), source };
-    let (unfinished, file) = begin(directory).map_err(failed)?;
+    let (unfinished, file) = create_export(directory).map_err(failed)?;
     let written = write(store, file, rows, range).await;
     let finished = written.and_then(|last| {
         let path = directory.join(format!("{first:012}-{last:012}.jsonl"));
-        finish(directory, &unfinished, &path).map_err(failed)?;
+        rename_durably(directory, &unfinished, &path).map_err(failed)?;
         Ok(Some((path, last)))
     });
     if finished.is_err() {
@@ -90,21 +83,21 @@ async fn export(
     finished
 }
 
-/// A new temporary file. Those that killed servers left are removed.
-fn begin(directory: &Path) -> io::Result<(PathBuf, File)> {
+/// Creates a temporary file. Removes those that crashes have left.
+fn create_export(directory: &Path) -> io::Result<(PathBuf, File)> {
     ensure_private_directory(directory)?;
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let is_unfinished = entry.path().extension().is_some_and(|ending| ending == "new");
         let age = entry.metadata()?.modified()?.elapsed().unwrap_or_default();
-        if is_unfinished && age > UNFINISHED_FOR {
+        if is_unfinished && age > MAX_EXPORT_TIME {
             remove_if_there(&entry.path())?;
         }
     }
     create_temporary(&directory.join("export"))
 }
 
-/// Writes these rows and all that follow them in the range; gives the last one.
+/// Writes these rows and all later ones of the range. Returns the number of the last row.
 async fn write(
     store: &Store,
     file: File,
@@ -124,12 +117,12 @@ async fn write(
     Ok(last)
 }
 
-fn finish(directory: &Path, unfinished: &Path, finished: &Path) -> io::Result<()> {
+fn rename_durably(directory: &Path, unfinished: &Path, finished: &Path) -> io::Result<()> {
     fs::rename(unfinished, finished)?;
     File::open(directory)?.sync_all()
 }
 
-/// The log's own record of the cut. It holds the last hash that was removed, so a changed anchor contradicts the log.
+/// The audit entry of the removal. It has the last hash that was removed, so a changed anchor contradicts the log.
 fn entry_of(cut: &AuditCut, now: DateTime<Utc>) -> AuditEntry {
     AuditEntry {
         at: now,
@@ -181,10 +174,10 @@ mod tests {
         store.append_audits(old.chain([entry(now)]).collect()).await.unwrap();
         let path = directory.path();
 
-        assert!(prune(&store, &audit, path, 0, now).await.unwrap().is_none(), "0 keeps them for ever");
+        assert!(prune(&store, &audit, path, 0, now).await.unwrap().is_none(), "0 keeps all rows");
         assert!(prune(&store, &audit, path, 90, now).await.unwrap().is_none(), "none is that old");
         assert!(exports(path).is_empty());
-        // No file, no removal.
+        // Rows that can't be exported are not removed.
         fs::write(path.join(EXPORTS), "in the way").unwrap();
         assert!(matches!(prune(&store, &audit, path, 30, now).await, Err(RetentionError::Export { .. })));
         assert_eq!(store.audit_anchor().await.unwrap(), None);
@@ -196,7 +189,7 @@ mod tests {
         let text = fs::read_to_string(path.join(EXPORTS).join(&exports(path)[0])).unwrap();
         let anchor = store.audit_anchor().await.unwrap();
         assert_eq!(verify_export(text.lines(), anchor.as_ref()).unwrap().last_seq, 1200);
-        // The log goes on, and tells of the cut.
+        // The log goes on and has an entry of the removal.
         assert_eq!(store.verify_audit().await.unwrap(), 1202);
         let page = store.audit_page(&emergent_store::AuditFilter::default(), None, 10).await.unwrap();
         assert_eq!(

@@ -1,9 +1,9 @@
-//! The principal behind a call. Domain functions that depend on it take a [`Caller`], whichever front the call came through.
+//! The principal behind a call. Domain functions that depend on it take a [`Caller`], for calls of all fronts.
 
 use emergent_wire::TokenId;
 use emergent_wire::access::{Token, TokenScope};
 
-/// An authenticated token and what it may do.
+/// An authenticated token with its rights.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Principal {
     pub(crate) token_id: TokenId,

@@ -1,7 +1,7 @@
-//! The key that secrets are sealed with: found, made at the first start, or replaced by a new one when it is lost.
+//! The key that secrets are sealed with: read, generated at the first start, or replaced when it is lost.
 //!
-//! A key is made only for a database that has sealed nothing yet. Otherwise a server that lost its key file would make another,
-//! and the right one, when somebody puts it back, would be refused.
+//! A key is generated only for a database without sealed values. Otherwise a server that has lost its key file would generate another
+//! key, and would refuse the right one after the operator has restored it.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use crate::config::Settings;
 const NEW_KEY: &str = "If the key is lost: start once with --new-key, which removes what was sealed with it (the variables of \
                        workspaces and MCP servers) and keeps everything else";
 
-/// Why there is no key to seal with.
+/// The error of opening the key.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyError {
     /// The file is gone, but values are sealed with its key.
@@ -34,12 +34,12 @@ pub enum KeyError {
     /// The key can't be read or made.
     #[error("the encryption key can't be used: {0}. {NEW_KEY}")]
     Unusable(SealError),
-    /// The database can't be asked.
+    /// The database can't be read.
     #[error(transparent)]
     Store(#[from] StoreError),
 }
 
-/// The key of this installation.
+/// Opens the key of this installation.
 pub(crate) async fn open(settings: &Settings, storage: &Path, store: &Store) -> Result<SealingKey, KeyError> {
     let path = storage.join("encryption-key");
     let key = match &settings.encryption_key {
@@ -66,12 +66,12 @@ pub(crate) async fn open(settings: &Settings, storage: &Path, store: &Store) -> 
     Ok(key)
 }
 
-/// Renames a key file that holds no key, so that a new one can be made.
+/// Renames a key file without a valid key, so that a new key can be generated.
 fn set_unusable_file_aside(path: &Path) -> Result<(), SealError> {
     if !path.exists() || !matches!(SealingKey::load_or_create(path), Err(SealError::BadKeyFile(_))) {
         return Ok(());
     }
     let aside = path.with_extension(format!("unusable-{}", Utc::now().format("%Y%m%d-%H%M%S")));
-    tracing::warn!(file = %aside.display(), "the key file holds no key: it is renamed");
+    tracing::warn!(file = %aside.display(), "the key file has no valid key: it is renamed");
     std::fs::rename(path, aside).map_err(|source| SealError::File { path: path.to_owned(), source })
 }

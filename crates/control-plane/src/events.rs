@@ -1,46 +1,41 @@
-//! What happens, told to whoever listens.
-
-use std::sync::{Mutex, MutexGuard, PoisonError};
+//! The events of the server, published to all listeners.
 
 use chrono::Utc;
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::{Event, EventKind};
 use emergent_wire::workspace::ProviderName;
+use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
-/// Events that a slow listener may be behind before it misses some.
-const KEPT: usize = 1024;
+/// The events that are kept for a slow listener. A listener that is further behind misses events.
+const MAX_BACKLOG: usize = 1024;
 
-/// Where events go.
+/// Publishes events.
 pub(crate) struct Events {
-    /// None once the server ends.
+    /// None after the shutdown of the server has begun.
     sender: Mutex<Option<broadcast::Sender<Event>>>,
 }
 
 impl Default for Events {
     fn default() -> Self {
-        Self { sender: Mutex::new(Some(broadcast::Sender::new(KEPT))) }
+        Self { sender: Mutex::new(Some(broadcast::Sender::new(MAX_BACKLOG))) }
     }
 }
 
 impl Events {
-    fn sender(&self) -> MutexGuard<'_, Option<broadcast::Sender<Event>>> {
-        self.sender.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Everything that happens from now on; none when the server ends.
+    /// A receiver of all further events. None during shutdown.
     pub(crate) fn listen(&self) -> Option<broadcast::Receiver<Event>> {
-        self.sender().as_ref().map(broadcast::Sender::subscribe)
+        self.sender.lock().as_ref().map(broadcast::Sender::subscribe)
     }
 
-    /// The server ends: listeners are let go when they have heard everything.
-    pub(crate) fn end(&self) {
-        *self.sender() = None;
+    /// Ends the streams of all listeners after the events that are published already.
+    pub(crate) fn close(&self) {
+        *self.sender.lock() = None;
     }
 
-    /// Something happened to a workspace.
+    /// Publishes an event of a workspace.
     pub(crate) fn workspace(&self, kind: EventKind, id: WorkspaceId, message: impl Into<String>) {
-        self.tell(Event {
+        self.publish(Event {
             at: Utc::now(),
             kind,
             workspace_id: Some(id),
@@ -49,9 +44,9 @@ impl Events {
         });
     }
 
-    /// Something happened to a provider.
+    /// Publishes an event of a provider.
     pub(crate) fn provider(&self, kind: EventKind, name: ProviderName, message: impl Into<String>) {
-        self.tell(Event {
+        self.publish(Event {
             at: Utc::now(),
             kind,
             workspace_id: None,
@@ -60,11 +55,11 @@ impl Events {
         });
     }
 
-    /// Anything else that happened.
-    pub(crate) fn tell(&self, event: Event) {
+    /// Publishes an event.
+    pub(crate) fn publish(&self, event: Event) {
         metrics::counter!("emergent_events_total", "kind" => event.kind.as_str()).increment(1);
-        if let Some(sender) = self.sender().as_ref() {
-            // Nobody listening is fine.
+        if let Some(sender) = self.sender.lock().as_ref() {
+            // An error means that there is no listener.
             let _ = sender.send(event);
         }
     }

@@ -1,8 +1,8 @@
-//! A database that does not belong to the files beside it.
+//! The check that the database belongs to the files in the data directory.
 //!
-//! Disks and snapshots without rows look like remains of a crash, which recovery removes. If the database itself was lost, or
-//! another one was named, they are all there is left of the workspaces. So a server whose database is of another installation
-//! than the data directory's files refuses to start, unless it is told what to do with them. It never removes them.
+//! If the database was lost, or another one was configured, the disks and snapshots in the data directory are all that is left of the
+//! workspaces. So a server whose database has another installation id than these files refuses to start, unless the operator says how
+//! to treat them. The server never removes them.
 
 use std::fs;
 use std::io;
@@ -14,15 +14,15 @@ use emergent_wire::id::InstallationId;
 
 use crate::config::Existing;
 
-/// Where files are that belong to workspaces.
-const HOLDING_FILES: [&str; 4] = ["disks", "snapshots", "firecracker/machines", "firecracker/snapshots"];
-/// Where files of another installation are set aside.
+/// The directories with files of workspaces.
+const FILE_DIRECTORIES: [&str; 4] = ["disks", "snapshots", "firecracker/machines", "firecracker/snapshots"];
+/// The directory to which files of another installation are moved.
 const SET_ASIDE: &str = "set-aside";
 
-/// Why the data directory can't be used with this database.
+/// The data directory can't be used with this database.
 #[derive(Debug, thiserror::Error)]
 pub enum ExistingError {
-    /// It holds files that the database knows nothing of.
+    /// It has files of another installation than the database.
     #[error(
         "the data directory {} holds {files} files of workspaces of installation {}, but the database is of installation \
          {database}: it is new, was restored from elsewhere, or is another one. Nothing was changed. Do one of these. \
@@ -34,45 +34,47 @@ pub enum ExistingError {
     OtherInstallation {
         /// The data directory.
         directory: PathBuf,
-        /// How many files.
+        /// The number of files.
         files: usize,
-        /// The installation that they belong to, if that is known.
+        /// The installation of the files, if it is known.
         found: Option<String>,
-        /// The database's.
+        /// The installation of the database.
         database: InstallationId,
     },
-    /// The directory can't be looked at, or its files can't be moved.
+    /// A file can't be read, or a directory can't be moved.
     #[error("{}: {source}", path.display())]
     File {
-        /// Which one.
+        /// The file or directory.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         source: io::Error,
     },
 }
 
-/// Refuses a database that does not belong to the directory's files, sets those aside, or gives the installation that the
-/// database is to adopt. `knows_workspaces` tells whether the database has rows of workspaces: then a directory that has lost
-/// its `installation-id` file is its own, and the database can't become another installation's.
+/// Checks that the files in the directory belong to the database. If they do not, moves them aside, returns the installation that the
+/// database is to adopt, or fails, according to `existing`.
+///
+/// `has_workspaces` tells whether the database has rows of workspaces. Then a directory without the file `installation-id` belongs to
+/// it, and the database can't adopt another installation.
 pub(crate) fn check(
     directory: &Path,
     database: InstallationId,
-    knows_workspaces: bool,
+    has_workspaces: bool,
     existing: Existing,
 ) -> Result<Option<InstallationId>, ExistingError> {
-    let found = fs::read_to_string(directory.join("installation-id")).ok().map(|id| id.trim().to_owned());
-    if found.as_deref().map_or(knows_workspaces, |found| found == database.to_string()) {
+    let found = installation_of(directory)?;
+    if found.as_deref().map_or(has_workspaces, |found| found == database.to_string()) {
         return Ok(None);
     }
-    let holding: Vec<PathBuf> = HOLDING_FILES.iter().map(|name| directory.join(name)).collect();
-    let files = holding.iter().map(|path| count(path)).sum::<Result<usize, _>>()?;
+    let directories: Vec<PathBuf> = FILE_DIRECTORIES.iter().map(|name| directory.join(name)).collect();
+    let files = directories.iter().map(|path| count(path)).sum::<Result<usize, _>>()?;
     if files == 0 {
         return Ok(None);
     }
     match existing {
         Existing::Discard => {}
-        Existing::Adopt if !knows_workspaces => {
-            // Without the file nobody knows the old id. The disks are found by their names all the same.
+        Existing::Adopt if !has_workspaces => {
+            // Without the file the old id is unknown. The disks are found by their names.
             return Ok(found.and_then(|found| found.parse().ok()));
         }
         Existing::Adopt | Existing::Refuse => {
@@ -82,14 +84,24 @@ pub(crate) fn check(
     }
     let name = format!("{}-{}", Utc::now().format("%Y%m%d-%H%M%S"), found.as_deref().unwrap_or("unknown"));
     let aside = directory.join(SET_ASIDE).join(name);
-    for path in holding.iter().filter(|path| path.exists()) {
+    for path in directories.iter().filter(|path| path.exists()) {
         let to = aside.join(path.strip_prefix(directory).unwrap_or(path));
         let failed = |source| ExistingError::File { path: to.clone(), source };
         ensure_private_directory(to.parent().unwrap_or(&aside)).map_err(failed)?;
         fs::rename(path, &to).map_err(failed)?;
     }
-    tracing::warn!(files, directory = %aside.display(), "files of another installation were set aside");
+    tracing::warn!(files, directory = %aside.display(), "files of another installation were moved aside");
     Ok(None)
+}
+
+/// The installation that the directory's files belong to. None if the directory has no file with its id.
+fn installation_of(directory: &Path) -> Result<Option<String>, ExistingError> {
+    let path = directory.join("installation-id");
+    match fs::read_to_string(&path) {
+        Ok(id) => Ok(Some(id.trim().to_owned())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(source) => Err(ExistingError::File { path, source }),
+    }
 }
 
 fn count(directory: &Path) -> Result<usize, ExistingError> {
@@ -108,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_of_another_installation_are_kept_whatever_happens() {
+    fn files_of_another_installation_are_always_kept() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let (own, other) = (InstallationId::generate(), InstallationId::generate());
@@ -121,12 +133,12 @@ mod tests {
             check(path, other, true, Refuse),
             Err(ExistingError::OtherInstallation { files: 1, .. })
         ));
-        // Only a new database can take the files over.
+        // Only a new database can adopt the installation.
         assert_eq!(check(path, other, false, Adopt).unwrap(), Some(own));
         assert!(check(path, other, true, Adopt).is_err());
         fs::remove_file(path.join("installation-id")).unwrap();
         assert_eq!(check(path, other, false, Adopt).unwrap(), None);
-        assert!(check(path, other, false, Refuse).is_err(), "nobody knows whose they are");
+        assert!(check(path, other, false, Refuse).is_err(), "their installation is unknown");
         check(path, other, true, Refuse).unwrap();
         assert_eq!(fs::read_to_string(path.join("disks/a.img")).unwrap(), "precious");
         check(path, other, false, Discard).unwrap();

@@ -1,4 +1,4 @@
-//! The Firecracker manager: as a service of its own, or within the server of the same host.
+//! The Firecracker manager: as a service of its own, or embedded in a server on the same host.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -16,33 +16,34 @@ use tokio::net::{TcpListener, UnixListener};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
+use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
 use crate::config::{FirecrackerSettings, TlsSettings};
-use crate::listener::{Listener, accept};
-use crate::server::{ServeError, allow_many_open_files, write_private};
-use crate::tls;
+use crate::listener::{Listener, accept, tls};
+use crate::server::{ServeError, raise_open_file_limit, write_private};
 
-/// The manager's socket in its directory, unless it listens elsewhere.
+/// The default socket of a manager, in its directory.
 const SOCKET: &str = "manager.sock";
-/// How often rules that others took away are put back.
+/// The interval in which missing firewall rules are restored.
 const REPAIR_EVERY: Duration = Duration::from_secs(60);
-/// How often it is tried to be the manager of a directory that another server has.
-const TRY_EVERY: Duration = Duration::from_secs(2);
-/// How long a server waits for its manager to listen before it begins.
-const BEGIN_WITHIN: Duration = Duration::from_secs(20);
+/// The interval of attempts to start an embedded manager.
+const RETRY_EVERY: Duration = Duration::from_secs(2);
+/// The time for which the start of a server waits for its embedded manager.
+const START_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Where a manager listens.
+/// The address of a manager.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ManagerAddress {
-    /// On a socket in its directory.
+    /// The default socket, in its directory.
     OwnSocket,
-    /// On another socket.
+    /// Another socket.
     Socket(PathBuf),
-    /// On a port: with TLS, or reachable from this host only.
+    /// A port: with TLS, or reachable from this host only.
     Tcp(SocketAddr),
 }
 
-/// Runs a manager until `shutdown` is ready. MicroVMs go on without it.
+/// Runs a manager until `shutdown` completes. MicroVMs keep running without it.
 pub async fn serve_manager(
     data_dir: &Path,
     address: ManagerAddress,
@@ -53,7 +54,7 @@ pub async fn serve_manager(
 ) -> Result<(), ServeError> {
     let failed = |error: ManagerError| ServeError::Manager(error.to_string());
     let tls = tls::acceptor(tls).map_err(ServeError::Tls)?;
-    allow_many_open_files();
+    raise_open_file_limit();
     let manager = Manager::open(data_dir, settings.manager.clone()).await.map_err(failed)?;
     let (token, token_file) = token_of(settings, data_dir)?;
     let own = data_dir.join(SOCKET);
@@ -76,16 +77,17 @@ pub async fn serve_manager(
         }
     };
     on_ready(&url, &token_file);
-    let examined = Arc::clone(&manager);
+    let checked = Arc::clone(&manager);
     tokio::spawn(async move {
-        for problem in examined.health().await.errors {
-            tracing::warn!(problem, "microVMs can't be made");
+        for problem in checked.health().await.errors {
+            tracing::warn!(problem, "microVMs can't be started");
         }
     });
     run(&manager, token, listener, shutdown).await;
     Ok(())
 }
 
+/// Serves a manager until `shutdown` completes.
 async fn run(
     manager: &Arc<Manager>,
     token: SecretString,
@@ -93,49 +95,52 @@ async fn run(
     shutdown: impl Future<Output = ()>,
 ) {
     let repairing = Arc::clone(manager);
-    let repair = tokio::spawn(async move {
+    let repair = async move {
         let mut ticks = tokio::time::interval_at(Instant::now() + REPAIR_EVERY, REPAIR_EVERY);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
             if let Err(error) = repairing.repair().await {
-                tracing::warn!(%error, "the rules of microVMs could not be put back");
+                tracing::warn!(%error, "the firewall rules of microVMs could not be put back");
             }
         }
-    });
+    };
+    let repair = AbortOnDropHandle::new(tokio::spawn(repair.in_current_span()));
     let router = emergent_firecracker_manager::router(Arc::clone(manager), token);
-    // Channels to microVMs go through it, and a microVM that is being copied takes nothing.
+    // Without a time limit for writes: responses are also channels to microVMs, and a microVM that is being copied reads nothing.
     accept(listener, router, None, shutdown).await;
-    repair.abort();
+    drop(repair);
     close(manager).await;
 }
 
 async fn close(manager: &Arc<Manager>) {
     if let Err(error) = manager.close().await {
-        tracing::warn!(%error, "interfaces and rules could not be removed");
+        tracing::warn!(%error, "the network interfaces and firewall rules of microVMs could not be removed");
     }
 }
 
 fn listen_at(path: &Path) -> Result<(Listener, String), ServeError> {
     let failed =
         |error: std::io::Error| ServeError::Manager(format!("can't listen on {}: {error}", path.display()));
-    // The directory is locked: whoever listened there is gone.
+    // The manager holds the lock of the directory, so the process of an old socket has ended.
     remove_if_there(path).map_err(failed)?;
     let listener = UnixListener::bind(path).map_err(failed)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(failed)?;
     Ok((Listener::Unix(listener), format!("unix:{}", path.display())))
 }
 
-/// The token that the settings give, else one that is kept in the directory.
+/// The token of the settings, else that of the file in the directory, which is created if it does not exist.
 fn token_of(settings: &FirecrackerSettings, data_dir: &Path) -> Result<(SecretString, PathBuf), ServeError> {
     let path = data_dir.join(MANAGER_TOKEN_FILE);
     if let Some(token) = settings.manager_token() {
         return Ok((token.clone(), path));
     }
     let failed = |source| ServeError::DataDir { path: data_dir.to_owned(), source };
-    let kept = std::fs::read_to_string(&path).unwrap_or_default();
-    if !kept.trim().is_empty() {
-        return Ok((SecretString::from(kept.trim()), path));
+    match std::fs::read_to_string(&path) {
+        Ok(kept) if !kept.trim().is_empty() => return Ok((SecretString::from(kept.trim()), path)),
+        Ok(_) => {}
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => return Err(failed(error)),
     }
     let mut bytes = [0; 32];
     getrandom::fill(&mut bytes).map_err(|error| failed(std::io::Error::other(error)))?;
@@ -144,21 +149,21 @@ fn token_of(settings: &FirecrackerSettings, data_dir: &Path) -> Result<(SecretSt
     Ok((SecretString::from(token), path))
 }
 
-/// A manager within this server.
+/// A manager embedded in this server.
 pub(crate) struct Embedded {
-    reach: Reach,
-    end: watch::Sender<bool>,
+    endpoint: ManagerEndpoint,
+    shutdown: watch::Sender<bool>,
     task: JoinHandle<()>,
 }
 
-/// How a manager is reached.
+/// The address of a manager, and its token.
 #[derive(Clone)]
-pub(crate) struct Reach {
+pub(crate) struct ManagerEndpoint {
     pub(crate) url: String,
     pub(crate) token: Option<SecretString>,
 }
 
-/// Starts a manager within this server, when the settings ask for one.
+/// Starts a manager embedded in this server, if the settings have one.
 pub(crate) async fn embed(
     settings: &FirecrackerSettings,
     storage: &Path,
@@ -173,79 +178,84 @@ pub(crate) async fn embed(
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&data_dir).map_err(failed)?;
     let (token, _) = token_of(settings, &data_dir)?;
     let socket = data_dir.join(SOCKET);
-    let reach = Reach { url: format!("unix:{}", socket.display()), token: Some(token.clone()) };
-    let (end, ended) = watch::channel(false);
-    let (begun, mut begins) = watch::channel(false);
-    let task = tokio::spawn(manage(data_dir, settings.manager.clone(), token, ended, begun));
-    if tokio::time::timeout(BEGIN_WITHIN, begins.wait_for(|begun| *begun)).await.is_err() {
-        tracing::warn!("the Firecracker manager takes long to begin");
+    let url = format!("unix:{}", socket.display());
+    let endpoint = ManagerEndpoint { url, token: Some(token.clone()) };
+    let (shutdown, is_shut_down) = watch::channel(false);
+    let (started, mut has_started) = watch::channel(false);
+    let span = tracing::info_span!("background", task = "firecracker_manager");
+    let manage = manage(data_dir, settings.manager.clone(), token, is_shut_down, started);
+    let task = tokio::spawn(manage.instrument(span));
+    if tokio::time::timeout(START_TIMEOUT, has_started.wait_for(|started| *started)).await.is_err() {
+        tracing::warn!("the Firecracker manager has not started yet; the server starts without it");
     }
-    Ok(Some(Embedded { reach, end, task }))
+    Ok(Some(Embedded { endpoint, shutdown, task }))
 }
 
-/// Is the manager of a directory as soon as no other server is, until the end.
+/// Runs the manager of a directory until shutdown. While another server runs it, tries again until that one has ended.
 async fn manage(
     data_dir: PathBuf,
     options: ManagerOptions,
     token: SecretString,
-    mut ended: watch::Receiver<bool>,
-    begun: watch::Sender<bool>,
+    mut shutdown: watch::Receiver<bool>,
+    started: watch::Sender<bool>,
 ) {
-    let mut told = false;
+    let mut is_logged = false;
     loop {
         match Manager::open(&data_dir, options.clone()).await {
             Ok(manager) => match listen_at(&data_dir.join(SOCKET)) {
                 Ok((listener, _)) => {
-                    let _ = begun.send(true);
-                    let mut until = ended.clone();
+                    let _ = started.send(true);
                     run(&manager, token, listener, async move {
-                        let _ = until.wait_for(|ended| *ended).await;
+                        let _ = shutdown.wait_for(|shutdown| *shutdown).await;
                     })
                     .await;
                     return;
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the Firecracker manager can't begin");
+                    tracing::warn!(%error, "the Firecracker manager can't listen; it will be tried again");
                     close(&manager).await;
                 }
             },
-            // Another server of this host is it: its socket is used.
+            // This server uses the socket of the other one.
             Err(ManagerError::DirectoryInUse(_)) => {
-                let _ = begun.send(true);
+                let _ = started.send(true);
             }
-            Err(error) if !told => {
-                told = true;
-                tracing::warn!(%error, "the Firecracker manager can't begin; it is tried again");
+            Err(error) if !is_logged => {
+                is_logged = true;
+                tracing::warn!(%error, "the Firecracker manager can't be started; it will be tried again");
             }
             Err(_) => {}
         }
         tokio::select! {
-            _ = ended.wait_for(|ended| *ended) => return,
-            () = tokio::time::sleep(TRY_EVERY) => {}
+            _ = shutdown.wait_for(|shutdown| *shutdown) => return,
+            () = tokio::time::sleep(RETRY_EVERY) => {}
         }
     }
 }
 
 impl Embedded {
-    /// Ends it; microVMs go on without it.
-    pub(crate) async fn end(self) {
-        let _ = self.end.send(true);
+    /// Shuts the manager down. MicroVMs keep running without it.
+    pub(crate) async fn shut_down(self) {
+        let _ = self.shutdown.send(true);
         let _ = self.task.await;
     }
 }
 
-/// How the manager is reached that this server uses, if it uses one.
-pub(crate) fn manager(settings: &FirecrackerSettings, embedded: Option<&Embedded>) -> Option<Reach> {
+/// The manager of this server: the embedded one, else that of the settings. None if the server uses no microVMs.
+pub(crate) fn manager(
+    settings: &FirecrackerSettings,
+    embedded: Option<&Embedded>,
+) -> Option<ManagerEndpoint> {
     if let Some(embedded) = embedded {
-        return Some(embedded.reach.clone());
+        return Some(embedded.endpoint.clone());
     }
     let url = settings.manager_url().filter(|_| settings.enabled != Some(false))?;
-    Some(Reach { url: url.to_owned(), token: settings.manager_token().cloned() })
+    Some(ManagerEndpoint { url: url.to_owned(), token: settings.manager_token().cloned() })
 }
 
-/// What the manager that the settings name says of itself.
+/// The health of the manager in the settings.
 pub async fn manager_health(settings: &FirecrackerSettings) -> Result<ManagerHealth, String> {
-    let url = settings.manager_url().ok_or("no manager is named")?;
+    let url = settings.manager_url().ok_or("the settings have no manager")?;
     let client = ManagerClient::new(url, settings.manager_token().cloned(), settings.manager_ca.as_deref());
     let client = client.map_err(|error| error.to_string())?;
     client.health().await.map_err(|error| error.to_string())

@@ -1,12 +1,15 @@
-//! The server: it owns the workspaces' lifecycle, and serves the REST API.
+//! The server: it owns the lifecycle of workspaces and hosted MCP servers, and serves the REST API.
 //!
 //! ```text
-//! http/       parses, checks access, calls, converts; the only module that knows axum
+//! listener/   connections: limits, TLS, timeouts; with http/ the only module that knows axum
+//! http/       the fronts: parse, authorise, call the domain, turn its errors into codes, texts and statuses
 //! tools/      the table of the tools, and the one path of their calls
 //! workspace/  placement, lifecycle, calls to the guest agent, recovery
-//! background  what runs without being asked: takes no input, looks, converges
-//! audit       one writer for the hash chain; retention exports and removes old rows
-//! server      starting and stopping
+//! mcp/        hosted MCP servers
+//! codes       the stable code of each domain error, for the fronts and the audit log
+//! background  periodic tasks
+//! audit       the one writer of the audit log; audit_retention exports and removes old rows
+//! server      start and shutdown
 //! ```
 //! Invariant: intent is written to the store before any effect outside it, so that after a crash at any point the
 //! rows say what to finish or undo.
@@ -15,23 +18,18 @@ mod audit;
 mod audit_retention;
 mod background;
 mod caller;
+mod codes;
 pub mod config;
-mod connections;
-mod docs_page;
 mod encryption_key;
-mod errors;
 mod events;
 mod existing;
 mod firecracker;
 mod http;
 mod listener;
-mod malformed;
 mod mcp;
 mod server;
-mod stall;
 mod storage;
 mod summary;
-mod tls;
 mod tools;
 mod workspace;
 
@@ -44,13 +42,12 @@ pub use firecracker::{ManagerAddress, manager_health, serve_manager};
 pub use http::{Access, DeclaredRoute};
 pub use server::{Running, ServeError, serve};
 
-/// Every route of the server, with what it declares: for tests that walk them all.
+/// All routes of the server with their declared access, for tests that walk them.
 pub fn declared_routes() -> Vec<DeclaredRoute> {
     http::declared_routes()
 }
 
-/// The OpenAPI descriptions of the REST APIs, of the server and of the Firecracker manager, as JSON text under the names of
-/// their files.
+/// The OpenAPI descriptions of the server and of the Firecracker manager: file names and JSON texts.
 pub fn openapi_documents() -> [(&'static str, String); 2] {
     let server = ("emergent.json", http::openapi());
     let manager = ("firecracker-manager.json", emergent_firecracker_manager::openapi());

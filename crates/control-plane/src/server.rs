@@ -1,7 +1,7 @@
-//! Starting and stopping: the store, the providers, the background work, the listener.
+//! Start and shutdown: the data directory, the store, the providers, the background tasks, the listener.
 //!
-//! The server listens before it looks after what a crash left, so that a long recovery never looks like a server that
-//! is down; `/health/ready` tells when the first pass has ended.
+//! The server listens before the first recovery pass, so that a long recovery does not look like a server that is down. The readiness
+//! check succeeds after the first pass.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -29,15 +29,16 @@ use crate::encryption_key::{self, KeyError};
 use crate::existing::{self, ExistingError};
 use crate::firecracker::{self, Embedded};
 use crate::http::{self, App};
-use crate::listener::{Listener, WRITE_TIME, accept};
+use crate::listener::{Listener, WRITE_TIMEOUT, accept, tls};
 use crate::storage::{self, StorageError};
-use crate::tls;
 use crate::workspace::{Workspaces, make_room_for_database};
 
-/// The first admin token's name.
+/// The name of the first admin token.
 const FIRST_TOKEN: &str = "first-start";
+/// The setting in the database that records that the first admin token was created.
+const FIRST_TOKEN_SETTING: &str = "first_token_made";
 
-/// Why the server can't run.
+/// The error of starting the server.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The data directory can't be used.
@@ -47,76 +48,69 @@ pub enum ServeError {
         path.display()
     )]
     DataDir {
-        /// Where it is.
+        /// Its path.
         path: PathBuf,
-        /// What the operating system said.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The address can't be listened on.
+    /// The address can't be bound.
     #[error("can't listen on {address}: {source}; choose another with --listen")]
     Listen {
         /// The address.
         address: SocketAddr,
-        /// What the operating system said.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The database can't be used.
-    #[error("the database can't be used: {}", chain(.0))]
+    #[error("the database can't be used: {}", with_cause(.0))]
     Store(#[from] StoreError),
     /// The key that secrets are sealed with can't be used.
-    #[error("{}", chain(.0))]
+    #[error("{}", with_cause(.0))]
     Key(#[from] KeyError),
-    /// The data directory holds the files of another installation.
+    /// The data directory has the files of another installation.
     #[error(transparent)]
     Existing(#[from] ExistingError),
-    /// There is no place for the disks of workspaces.
+    /// The directory for the disks of workspaces can't be used.
     #[error("{0}")]
     Storage(String),
     /// A provider can't be set up.
     #[error("a provider can't be set up: {0}")]
     Provider(#[from] ProviderError),
-    /// Certificate or key can't be used.
+    /// The certificate or its key can't be used.
     #[error("TLS can't be used: {0}")]
     Tls(String),
-    /// The Firecracker manager can't run, or can't be reached as the settings say.
+    /// The Firecracker manager can't be started, or can't be reached with these settings.
     #[error("{0}")]
     Manager(String),
 }
 
-/// An error with its causes.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        // Some errors repeat their cause.
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
+/// An error with its cause. Errors of libraries include the causes of the cause.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
     }
-    text
 }
 
-/// A server that runs.
+/// A running server.
 #[derive(Clone, Debug)]
 pub struct Running {
-    /// Where it listens, such as `http://127.0.0.1:7171`.
+    /// Its address, such as `http://127.0.0.1:7171`.
     pub url: String,
-    /// Where its files are, the first admin token among them.
+    /// The directory of its files, which has the first admin token.
     pub data_dir: PathBuf,
-    /// Whether the admin token was made just now.
+    /// Whether this start has created the admin token.
     pub first_start: bool,
 }
 
-/// Opens as many files as this process is allowed to: each connection is one, and by default there may be hardly more than a
+/// Raises the limit on open files to the maximum of this process. Each connection is one open file, and the default is about a
 /// thousand.
-pub(crate) fn allow_many_open_files() {
+pub(crate) fn raise_open_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum
         && let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum })
     {
-        tracing::warn!(%error, "no more files can be opened than by default");
+        tracing::warn!(%error, limit = current, "the limit on open files can't be raised");
     }
 }
 
@@ -126,7 +120,7 @@ pub async fn serve(
     shutdown: impl Future<Output = ()> + Send,
     on_ready: impl FnOnce(&Running) + Send,
 ) -> Result<(), ServeError> {
-    allow_many_open_files();
+    raise_open_file_limit();
     let data_dir = prepare_data_dir(&settings.data_dir)?;
     let tls = tls::acceptor(&settings.tls).map_err(ServeError::Tls)?;
     make_room_for_database(&data_dir);
@@ -137,13 +131,13 @@ pub async fn serve(
     })?;
     let key = encryption_key::open(&settings, &storage, &store).await?;
     let mut installation = store.installation_id().await?;
-    let knows_workspaces = !store.workspaces_in(WorkspaceStatus::ALL).await?.is_empty();
-    if let Some(adopted) = existing::check(&storage, installation, knows_workspaces, settings.existing)? {
+    let has_workspaces = !store.workspaces_in(WorkspaceStatus::ALL).await?.is_empty();
+    if let Some(adopted) = existing::check(&storage, installation, has_workspaces, settings.existing)? {
         store.adopt_installation(adopted).await?;
         tracing::warn!(installation = %adopted, "the database has adopted an installation; its disks go to quarantine");
         installation = adopted;
     }
-    // For operators: everything this server makes outside its database carries this id as a label.
+    // For operators: containers and volumes of this server have this id as a label.
     write_private(&data_dir.join("installation-id"), &installation.to_string())
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     let first_start = ensure_admin_token(&store, &data_dir, &storage).await?;
@@ -163,29 +157,29 @@ pub async fn serve(
     write_private(&data_dir.join("server-url"), &running.url)
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     if !settings.is_local() && tls.is_none() {
-        tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens travel in the clear");
+        tracing::warn!(%address, "the server can be reached from other hosts without TLS: tokens are sent unencrypted");
     }
-    workspaces.health.ask_all().await;
-    if let Err(error) = workspaces.context.servers.look(&store).await {
-        tracing::warn!(%error, "the other servers can't be looked at");
+    workspaces.health.check_all_briefly().await;
+    if let Err(error) = workspaces.context.servers.refresh(&store).await {
+        tracing::warn!(%error, "the heartbeats of the servers on this database can't be exchanged");
     }
     let mut background = background::start(&workspaces, &app);
     on_ready(&running);
 
     let ending = async {
         shutdown.await;
-        workspaces.context.events.end();
+        workspaces.context.events.close();
     };
-    accept(Listener::Tcp(listener, tls), http::router(&app), Some(WRITE_TIME), ending).await;
+    accept(Listener::Tcp(listener, tls), http::router(&app), Some(WRITE_TIMEOUT), ending).await;
     background.shutdown().await;
     app.mcp.shut_down().await;
     workspaces.sweeper.write_uses().await;
     audit.flush().await;
-    retire(&workspaces, &store).await;
+    leave_installation(&workspaces, &store).await;
     if let Some(embedded) = embedded {
-        embedded.end().await;
+        embedded.shut_down().await;
     }
-    // Another server in this directory may have written its own by now.
+    // Another server in this directory may have written its own address.
     let url_file = data_dir.join("server-url");
     if std::fs::read_to_string(&url_file).is_ok_and(|url| url == running.url) {
         let _ = std::fs::remove_file(url_file);
@@ -194,8 +188,8 @@ pub async fn serve(
     Ok(())
 }
 
-/// Takes leave of the other servers; the last one removes networks and rules that nothing needs.
-async fn retire(workspaces: &Workspaces, store: &Store) {
+/// Removes this server from the database. The last server removes the networks and rules that no sandbox needs.
+async fn leave_installation(workspaces: &Workspaces, store: &Store) {
     let is_last = match store.forget_server(store.server()).await {
         Ok(()) => workspaces.context.servers.is_last(store).await,
         Err(error) => Err(error),
@@ -204,7 +198,7 @@ async fn retire(workspaces: &Workspaces, store: &Store) {
         Ok(true) => {}
         Ok(false) => return,
         Err(error) => {
-            tracing::warn!(%error, "the other servers could not be told that this one ends");
+            tracing::warn!(%error, "this server could not be removed from the database");
             return;
         }
     }
@@ -228,10 +222,10 @@ fn prepare_data_dir(path: &Path) -> Result<PathBuf, ServeError> {
         );
     }
     let others_may_enter = metadata.mode() & 0o077 != 0;
-    // A directory that somebody else's files are in is not ours to change.
-    let is_ours =
+    // The mode of a directory with other files is not changed.
+    let is_own =
         path.join("installation-id").exists() || std::fs::read_dir(&path).map_err(failed)?.next().is_none();
-    if others_may_enter && is_ours {
+    if others_may_enter && is_own {
         ensure_private_directory(&path).map_err(failed)?;
         tracing::warn!(directory = %path.display(), "other users could enter the data directory: it is private now");
     } else if others_may_enter {
@@ -251,39 +245,42 @@ async fn open_store(settings: &Settings, data_dir: &Path) -> Result<Store, Store
     Store::open(config).await
 }
 
-/// Makes the first admin token and keeps it where the command line finds it. True when it was made now.
+/// Creates the first admin token and writes it to the data directory, where the command line reads it. Returns whether it was created
+/// now.
 async fn ensure_admin_token(store: &Store, data_dir: &Path, storage: &Path) -> Result<bool, ServeError> {
     let path = data_dir.join("admin-token");
     let failed = |source| ServeError::DataDir { path: data_dir.to_owned(), source };
     if !path.exists()
         && let Ok(secret) = std::fs::read_to_string(storage.join("admin-token"))
     {
-        // Another server of this machine and database has made it.
+        // Another server on this machine and database has created it.
         write_private(&path, &secret).map_err(failed)?;
     }
-    if let Ok(secret) = std::fs::read_to_string(&path)
-        && store.verify_token(secret.trim(), Utc::now()).await.is_ok()
-    {
-        return Ok(false);
+    if let Ok(secret) = std::fs::read_to_string(&path) {
+        match store.verify_token(secret.trim(), Utc::now()).await {
+            Ok(_) => return Ok(false),
+            Err(StoreError::TokenRefused(_)) => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     let has_tokens = !store.tokens().await?.is_empty();
-    if has_tokens && store.setting("first_token_made").await?.is_some() && !path.exists() {
-        // Removed on purpose: others have tokens, and none is made behind their backs.
+    if has_tokens && store.setting(FIRST_TOKEN_SETTING).await?.is_some() && !path.exists() {
+        // The operator has removed the file, and there are other tokens: no new one is created.
         return Ok(false);
     }
     let request = NewToken { name: FIRST_TOKEN.to_owned(), scope: TokenScope::Admin, ttl_seconds: None };
     let created = store.replace_token(&request, Utc::now()).await?;
     write_private(&path, &created.secret).map_err(failed)?;
-    store.put_setting("first_token_made", "yes").await?;
+    store.put_setting(FIRST_TOKEN_SETTING, "yes").await?;
     Ok(true)
 }
 
-/// Writes a file that only its owner can read, as a whole or not at all.
+/// Writes a file that only its owner can read. The write is atomic.
 pub(crate) fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     write_atomically(path, text.as_bytes(), 0o600)
 }
 
-/// Opens the providers that the settings turn on.
+/// Opens the providers that the settings enable.
 fn providers(
     settings: &Settings,
     data_dir: &Path,
@@ -308,7 +305,7 @@ fn providers(
     })
 }
 
-/// One recorder for the process.
+/// The handle of the metrics recorder, of which a process has one.
 fn metrics_handle() -> PrometheusHandle {
     static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
     HANDLE

@@ -1,8 +1,8 @@
-//! Where the disks of workspaces are.
+//! The directory with the disks of workspaces.
 //!
-//! Servers on one database work on the same workspaces, so they must find the same disks: the first one's data directory
-//! is written down in the database, and the others on that machine use it, whatever their own is. A file in it with a
-//! random id tells it from a directory of the same name on another machine.
+//! Servers that share a database use the same disks. So the data directory of the first server is stored in the database, and the other
+//! servers on the same machine use it instead of their own. A file with a random id distinguishes it from a directory with the same
+//! path on another machine.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -11,20 +11,21 @@ use emergent_store::{Store, StoreError};
 use uuid::Uuid;
 
 use crate::server::write_private;
-use crate::workspace::servers::another_works;
+use crate::workspace::damaged_setting;
+use crate::workspace::servers::another_is_running;
 
-/// Where the database says which directory it is.
+/// The setting in the database with the id and the path of the directory.
 const SETTING: &str = "storage";
 /// The file with the directory's id.
 const ID_FILE: &str = "storage-id";
 
-/// Why there is no directory to use.
+/// The directory can't be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StorageError {
     #[error("{}: {source}", path.display())]
     File { path: PathBuf, source: io::Error },
     #[error(
-        "another server on this database keeps the disks of its workspaces in {}, and that directory is not here: \
+        "another server on this database keeps the disks of its workspaces in {}, and that directory is not on this machine: \
          servers that share a database must run on one machine. Give this one a database of its own",
         .0.display()
     )]
@@ -33,7 +34,7 @@ pub(crate) enum StorageError {
     Store(#[from] StoreError),
 }
 
-/// A directory, and what makes it that one.
+/// A directory and its id.
 #[derive(Debug, PartialEq, Eq)]
 struct Storage {
     id: String,
@@ -41,7 +42,7 @@ struct Storage {
 }
 
 impl Storage {
-    /// This directory, which gets an id if it has none.
+    /// The directory with this path. It gets an id if it has none.
     fn of(path: &Path) -> Result<Self, StorageError> {
         let file = path.join(ID_FILE);
         let failed = |source| StorageError::File { path: file.clone(), source };
@@ -61,42 +62,43 @@ impl Storage {
         format!("{} {}", self.id, self.path.display())
     }
 
-    fn from_setting(text: &str) -> Self {
-        let (id, path) = text.split_once(' ').unwrap_or_default();
-        Self { id: id.to_owned(), path: path.into() }
+    fn from_setting(text: &str) -> Result<Self, StoreError> {
+        let damaged = || damaged_setting(SETTING, "it has no id and path");
+        let (id, path) = text.split_once(' ').ok_or_else(damaged)?;
+        Ok(Self { id: id.to_owned(), path: path.into() })
     }
 
     /// Whether the directory is on this machine.
-    fn is_here(&self) -> bool {
+    fn is_local(&self) -> bool {
         std::fs::read_to_string(self.path.join(ID_FILE)).is_ok_and(|id| id.trim() == self.id)
     }
 }
 
-/// The directory for disks, snapshots, the guest agent and the key; a server that is alone uses its own.
+/// The directory for disks, snapshots, the guest agent and the key. A server that does not share its database uses its own.
 pub(crate) async fn directory(store: &Store, data_dir: &Path) -> Result<PathBuf, StorageError> {
     if !store.is_shared() {
         return Ok(data_dir.to_owned());
     }
     let own = Storage::of(data_dir)?;
-    let known = Storage::from_setting(&store.setting_or_insert(SETTING, &own.to_setting()).await?);
+    let known = Storage::from_setting(&store.setting_or_insert(SETTING, &own.to_setting()).await?)?;
     if known == own {
         return Ok(own.path);
     }
-    if known.is_here() {
+    if known.is_local() {
         tracing::info!(
             directory = %known.path.display(),
-            "disks are kept where the other servers on this database keep them"
+            "disks are kept in the directory of the other servers on this database"
         );
         return Ok(known.path);
     }
-    if another_works(store).await? {
+    if another_is_running(store).await? {
         return Err(StorageError::Elsewhere(known.path));
     }
-    // Moved with all that is in it, or lost: what it held is found, or said to be gone, workspace by workspace.
+    // The directory was moved or lost. Each workspace finds its disk, or reports that it is gone.
     if known.id != own.id {
         tracing::warn!(
             before = %known.path.display(), now = %own.path.display(),
-            "the directory that workspaces' disks were in is gone: new ones are kept in this server's own"
+            "the directory with the disks of workspaces is gone: this server keeps disks in its own data directory"
         );
     }
     store.put_setting(SETTING, &own.to_setting()).await?;

@@ -1,12 +1,12 @@
-//! Summaries of requests for the audit log: enough to know what was done to what, never contents.
+//! Summaries of requests for the audit log: the action and its object, without contents.
 //!
-//! Commands, file contents and variables can hold secrets: of a command its length and hash are kept, of contents their size, of
-//! variables their names.
+//! Commands, file contents and variables can hold secrets. So a summary has only the length and the hash of a command, the size of
+//! contents, and the names of variables.
 
 use emergent_wire::git_url::GitUrl;
 use serde_json::Value;
 
-/// The longest text that is kept of a path or pattern.
+/// The limit on the length of a path or pattern in a summary.
 const MAX_CHARS: usize = 200;
 
 /// A request that has a summary.
@@ -22,7 +22,7 @@ pub(crate) fn short_option(text: Option<&String>) -> Option<String> {
     text.map(|text| short(text))
 }
 
-/// A repository's URL without credentials: a request that carries some is recorded before it is refused.
+/// The URL of a repository without credentials. A request with credentials in a URL is refused, but it is audited first.
 pub(crate) fn repository(url: Option<&String>) -> Option<String> {
     url.map(|url| short(&GitUrl::without_credentials(url)))
 }

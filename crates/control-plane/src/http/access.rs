@@ -1,6 +1,6 @@
 //! Access control: checks a request's token against the rule of its route (`route.rs`) before the handler runs.
 //!
-//! A request, and the stream that answers it, last no longer than the token: when it is revoked they end.
+//! When a token is revoked or expires, its requests in progress and their streams end.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use super::record::RequestId;
 use super::route::{Access, RouteRule, TargetId};
 use super::until_ended::UntilEnded;
 use crate::caller::Caller;
-use crate::connections::Connection;
+use crate::listener::Connection;
 
 /// Lets a request through when its token may call this route. The handler finds the [`Caller`] in the extensions.
 pub(super) async fn check(
@@ -51,7 +51,7 @@ pub(super) async fn check(
                 biased;
                 response = next.run(request) => response.map(|body| Body::new(UntilEnded::new(body, ended))),
                 () = &mut ended => {
-                    let message = "the token was revoked, or its time was over, while the request was in progress";
+                    let message = "the token was revoked or expired while the request was in progress";
                     ApiError::new(ErrorCode::Unauthorized, message).into_response()
                 }
             };
@@ -61,7 +61,7 @@ pub(super) async fn check(
         Err(error) => {
             let mut response = error.into_response();
             if has_token && response.status() == StatusCode::UNAUTHORIZED {
-                // Clients must know whether to get a token, or another one.
+                // Tells clients that they need another token.
                 let challenge =
                     HeaderValue::from_static("Bearer realm=\"emergent\", error=\"invalid_token\"");
                 response.headers_mut().insert(header::WWW_AUTHENTICATE, challenge);

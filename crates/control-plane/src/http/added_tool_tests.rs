@@ -1,4 +1,4 @@
-//! A tool that is added by one entry of the table is there on every front.
+//! A tool that is added by one entry of the table is available on each front.
 
 use axum::Router;
 use axum::body::{Body, to_bytes};
@@ -25,10 +25,10 @@ use crate::tools::{
 };
 use crate::workspace::Workspaces;
 
-/// Notified when the tool is told to wait for ever.
+/// Notified when the tool starts to wait for ever.
 static WAITING: Notify = Notify::const_new();
 
-/// Counts words: a tool that no workspace has.
+/// The request of a tool that counts words.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 struct CountRequest {
@@ -78,17 +78,17 @@ impl Tool for CountRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<CountAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<CountAnswer>(), started: None }
     }
 }
 
-/// A server without sandboxes, whose table has one more tool.
+/// A server without providers, whose table has one more tool.
 struct Server {
     app: App,
     router: Router,
     workspace: WorkspaceId,
     admin: String,
-    /// The token of the workspace, and of another one.
+    /// The tokens of this workspace and of another one.
     tokens: [String; 2],
     _directory: tempfile::TempDir,
 }
@@ -140,7 +140,7 @@ impl Server {
         (status, serde_json::from_slice(&body).unwrap())
     }
 
-    /// Asks the workspace's MCP server.
+    /// Sends a request to the workspace's MCP server.
     async fn mcp(&self, method: &str, mut params: Value) -> Value {
         params["_meta"] = json!({
             "io.modelcontextprotocol/protocolVersion": "2026-07-28",
@@ -153,7 +153,7 @@ impl Server {
         body["result"].clone()
     }
 
-    /// The calls of the tool in the audit log, oldest first: outcome, error, summary.
+    /// The outcomes, error codes and summaries of the tool's calls in the audit log, oldest first.
     async fn audited(&self) -> Vec<(AuditOutcome, Option<String>, Value)> {
         self.app.audit.flush().await;
         let filter = AuditFilter { tool: Some("count".to_owned()), ..AuditFilter::default() };
@@ -164,7 +164,7 @@ impl Server {
 }
 
 #[tokio::test]
-async fn an_added_tool_is_on_every_front() {
+async fn an_added_tool_is_available_on_each_front() {
     let server = Server::start().await;
     let text = json!({ "text": "one two" });
     assert_eq!(
@@ -188,7 +188,7 @@ async fn an_added_tool_is_on_every_front() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_refused_is_audited_once() {
+async fn a_refused_call_is_audited_once() {
     let server = Server::start().await;
     let [own, other] = &server.tokens;
     for (token, body, status) in [
@@ -212,7 +212,7 @@ async fn a_call_that_is_refused_is_audited_once() {
 }
 
 #[tokio::test]
-async fn a_call_whose_client_goes_away_is_audited_as_cancelled() {
+async fn a_call_whose_client_disconnects_is_audited_as_cancelled() {
     let server = Server::start().await;
     let request = server.request(&server.admin, "count", &json!({ "text": "wait" }));
     let call = tokio::spawn(server.router.clone().oneshot(request));

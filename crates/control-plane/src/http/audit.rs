@@ -16,30 +16,30 @@ use super::error::ApiError;
 use super::extract::{Params, page_limit};
 use super::route::{AuditPolicy, RouteRule};
 
-/// Which calls to list.
+/// The calls to list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AuditParams {
-    /// In this workspace.
+    /// Only calls to this workspace.
     workspace_id: Option<WorkspaceId>,
-    /// Of this tool or action, such as `bash` or `workspace.create`.
+    /// Only calls of this tool or action, such as `bash` or `workspace.create`.
     tool: Option<String>,
-    /// That ended as `success`, `failure` or `denied`.
+    /// Only calls with this outcome: `success`, `failure` or `denied`.
     outcome: Option<String>,
-    /// Not before this time (RFC 3339).
+    /// Only calls at or after this time (RFC 3339).
     since: Option<DateTime<Utc>>,
-    /// Before this time (RFC 3339).
+    /// Only calls before this time (RFC 3339).
     until: Option<DateTime<Utc>>,
-    /// Where the last page ended.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
-    /// How many at most: 1 to 500, 100 unless given.
+    /// The size of the page: 1 to 500, 100 unless given.
     limit: Option<u32>,
 }
 
 pub(super) const LIST: RouteRule = RouteRule::admin("audit.list").audited(AuditPolicy::Never);
 
-/// List audited calls, newest first. Every call to the API is audited; contents never are.
+/// List audited calls, newest first. Calls to the API are audited, without their contents.
 #[utoipa::path(get, path = "/api/v1/audit", tag = "access", params(AuditParams),
     responses((status = 200, body = Object, description = "`records` with `seq`, `at`, `actor_name`, `workspace_id`, \
         `tool`, `outcome`, `error_code`, `duration_ms`, `request`, `request_id`, `prev_hash`, `hash`; `next_cursor`"),
@@ -63,49 +63,49 @@ pub(super) async fn list(
     Ok(Json(page))
 }
 
-/// Whether the audit log is what was written.
+/// The result of checking the audit log.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Verified {
-    /// Whether every record is as it was written, and none is missing.
+    /// Whether each record is as it was written, and none is missing.
     ok: bool,
-    /// How many records there are, when all is well.
+    /// The number of records; 0 when the log is broken.
     records: u64,
-    /// The first record that is not.
+    /// The first broken record.
     broken_at: Option<u64>,
-    /// What is wrong with it.
+    /// The fault of that record.
     reason: Option<String>,
-    /// The last record that retention has exported and removed: exports must end in its hash.
+    /// The last record that retention has exported and removed. The last export must end with its hash.
     anchor: Option<Anchor>,
 }
 
-/// A record that is no longer there.
+/// The last record that was removed.
 #[derive(Debug, Serialize, ToSchema)]
 struct Anchor {
     /// Its number.
     seq: u64,
     /// Its hash, in hexadecimal.
     hash: String,
-    /// When it was removed.
+    /// The time of its removal.
     at: DateTime<Utc>,
 }
 
-/// Which records to export.
+/// The records to export.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ExportParams {
-    /// Before this time (RFC 3339).
+    /// Only records before this time (RFC 3339).
     before: Option<DateTime<Utc>>,
-    /// After the record with this number, such as the last one of the page before.
+    /// Only records after the one with this number, such as the last one of the page before.
     after: Option<u64>,
-    /// How many at most: 1 to 1000, 1000 unless given.
+    /// The size of the page: 1 to 1000, 1000 unless given.
     limit: Option<u32>,
 }
 
 pub(super) const EXPORT: RouteRule = RouteRule::admin("audit.export");
 
-/// Export records of the audit log, oldest first, one JSON object a line. An empty body: there are no more. Unlike the list,
-/// each line holds all that its hash is made of, so that `emergent audit verify --export` can check it without the server.
+/// Export records of the audit log, oldest first, one JSON object a line. The body is empty when there are no more. Unlike the list,
+/// each line has all values that its hash covers, so that `emergent audit verify --export` can check it without the server.
 #[utoipa::path(get, path = "/api/v1/audit/export", tag = "access", params(ExportParams),
     responses((status = 200, content_type = "application/x-ndjson", body = String), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn export(

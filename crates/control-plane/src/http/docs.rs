@@ -1,4 +1,4 @@
-//! The API's description: for programs and for people.
+//! The description of the API, for programs and for people.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, header};
@@ -9,7 +9,7 @@ use super::route::{AuditPolicy, RouteRule};
 
 pub(super) const OPENAPI: RouteRule = RouteRule::admin("openapi").audited(AuditPolicy::Never);
 
-/// The description as a program reads it.
+/// Get the description of the API for programs.
 #[utoipa::path(get, path = "/api/v1/openapi.json", tag = "operations",
     responses((status = 200, body = Object, description = "OpenAPI 3.1")))]
 pub(super) async fn openapi() -> Response {
@@ -19,12 +19,12 @@ pub(super) async fn openapi() -> Response {
 
 pub(super) const PAGE: RouteRule = RouteRule::open("docs");
 
-/// The page for people: made from the description, with nothing loaded from elsewhere.
+/// The description as a page for people, which loads nothing from other hosts.
 pub(super) async fn page(State(app): State<App>, headers: HeaderMap) -> Response {
     let description = serde_json::to_value(super::openapi()).unwrap_or_default();
     let host = headers.get(header::HOST).and_then(|host| host.to_str().ok()).unwrap_or("127.0.0.1:7171");
     let scheme = if app.workspaces.context.settings.tls.certificate.is_some() { "https" } else { "http" };
-    let page = crate::docs_page::render(&description, &format!("{scheme}://{host}"));
+    let page = super::docs_page::render(&description, &format!("{scheme}://{host}"));
     let policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'";
     ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()
 }

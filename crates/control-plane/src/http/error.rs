@@ -1,4 +1,6 @@
-//! Failures as HTTP answers: one body for all, with a status that its code decides.
+//! Failures as HTTP answers: all have the same form of body, and the code decides the status.
+//!
+//! An error of the domain becomes an [`ApiError`] when it is answered. Faults of the database are logged here, and nowhere before.
 
 use axum::Json;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -7,14 +9,15 @@ use emergent_store::StoreError;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
 
-use crate::errors::of_store;
+use super::error_text;
+use crate::mcp::McpError;
 use crate::tools::ToolError;
 use crate::workspace::WorkspaceError;
 
-/// When to try again after 503, in seconds.
+/// The time after which a client may retry after 503, in seconds.
 const RETRY_AFTER: HeaderValue = HeaderValue::from_static("5");
 
-/// A failure on its way to the client.
+/// A failure that is sent to the client.
 #[derive(Debug)]
 pub(crate) struct ApiError(pub(crate) ErrorDetail);
 
@@ -30,25 +33,51 @@ impl From<ErrorDetail> for ApiError {
     }
 }
 
+impl From<StoreError> for ApiError {
+    fn from(error: StoreError) -> Self {
+        log_fault(&error);
+        Self(error_text::of_store(&error))
+    }
+}
+
 impl From<WorkspaceError> for ApiError {
     fn from(error: WorkspaceError) -> Self {
+        error.store_error().into_iter().for_each(log_fault);
         Self(error.into())
     }
 }
 
 impl From<ToolError> for ApiError {
     fn from(error: ToolError) -> Self {
-        Self(error.into())
+        match error {
+            ToolError::Workspace(error) => error.into(),
+            error => Self(error.into()),
+        }
     }
 }
 
-impl From<StoreError> for ApiError {
-    fn from(error: StoreError) -> Self {
-        Self(of_store(&error))
+impl From<McpError> for ApiError {
+    fn from(error: McpError) -> Self {
+        match error {
+            McpError::Store(error) => error.into(),
+            McpError::Workspace(error) => error.into(),
+            error => Self(error.into()),
+        }
     }
 }
 
-/// Left on the answer for the audit log.
+/// Logs an error of the store that is a fault of the database.
+fn log_fault(error: &StoreError) {
+    let cause: &dyn std::error::Error = error;
+    match error {
+        StoreError::Unavailable(_) => tracing::warn!(error = cause, "the database does not answer"),
+        StoreError::Unwritable(_) => tracing::error!(error = cause, "the database can't be written"),
+        error if error_text::is_internal(error) => tracing::error!(error = cause, "the store failed"),
+        _ => {}
+    }
+}
+
+/// Added to the response, for the audit log.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FailedWith(pub(crate) ErrorCode);
 

@@ -1,4 +1,4 @@
-//! What happens on the server, as it happens.
+//! The stream of the server's events.
 
 use std::convert::Infallible;
 
@@ -16,10 +16,10 @@ use super::stream::KEEP_ALIVE;
 
 pub(super) const LISTEN: RouteRule = RouteRule::admin("events");
 
-/// Follow what happens, as server-sent events.
+/// Follow the server's events as server-sent events.
 ///
-/// Each event's name is its kind and its data an `Event`. A listener that is too slow gets a `missed` event and goes
-/// on with the next one; there is no replay of what happened before it listened.
+/// The name of each event is its kind, and its data an `Event`. A client that reads too slowly gets a `missed` event with the number
+/// of events that were left out. Earlier events are not replayed.
 #[utoipa::path(get, path = "/api/v1/events", tag = "operations",
     responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn listen(State(app): State<App>) -> Response {
@@ -44,6 +44,6 @@ fn missed(count: u64) -> Event {
         kind: EventKind::Missed,
         workspace_id: None,
         provider: None,
-        message: format!("{count} events were left out: the listener was too slow"),
+        message: format!("{count} events were left out: the client reads too slowly"),
     }
 }

@@ -1,4 +1,4 @@
-//! What handlers take from a request, with our own errors.
+//! Extractors for bodies, parameters and ids. Their errors have the error body of the API.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use super::error::ApiError;
 use super::summary::SummarySlot;
 use crate::summary::Summarize;
 
-/// How long a body may take to arrive.
-const BODY_TIME: Duration = Duration::from_secs(60);
+/// The time limit for a whole body.
+const BODY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A JSON body that was validated. The content type is not looked at: access is by bearer token, so no page can send one unasked.
+/// A JSON body that was validated. The content type is not checked: web pages can't send a bearer token without their user's will.
 pub(crate) struct Body<T>(pub(crate) Valid<T>);
 
 impl<S: Send + Sync, T: DeserializeOwned + Summarize + Validate> FromRequest<S> for Body<T> {
@@ -37,7 +37,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Summarize + Validate> FromRequest<S> 
 
 /// Reads a body that must be a JSON object.
 pub(crate) async fn read_object<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes, ApiError> {
-    let bytes = match tokio::time::timeout(BODY_TIME, Bytes::from_request(request, state)).await {
+    let bytes = match tokio::time::timeout(BODY_TIMEOUT, Bytes::from_request(request, state)).await {
         Ok(Ok(bytes)) => bytes,
         Ok(Err(rejection)) if rejection.status() == 413 => {
             return Err(ApiError::new(ErrorCode::TooLarge, "the body is larger than this address takes"));
@@ -47,9 +47,9 @@ pub(crate) async fn read_object<S: Send + Sync>(request: Request, state: &S) -> 
             return Err(ApiError::new(ErrorCode::BadRequest, "the body did not arrive within 60 s"));
         }
     };
-    // An empty body means no fields: everything that has a default takes it.
+    // An empty body means that all fields have their defaults.
     let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
-    // A list would be taken for the fields in their order.
+    // serde would read a list as the fields in their order.
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
         return Err(ApiError::new(ErrorCode::BadRequest, "the body must be a JSON object"));
     }
@@ -70,21 +70,21 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     }
 }
 
-/// How many rows a page has when nobody says.
+/// The rows of a page unless the client names a number.
 const DEFAULT_PAGE: u32 = 100;
-/// How many rows a page has at most.
+/// The limit on the rows of a page.
 const MAX_PAGE: u32 = 500;
 
-/// The number of rows of a page that was asked for.
-pub(crate) fn page_limit(asked: Option<u32>) -> Result<u32, ApiError> {
-    let limit = asked.unwrap_or(DEFAULT_PAGE);
+/// The number of rows of a page.
+pub(crate) fn page_limit(requested: Option<u32>) -> Result<u32, ApiError> {
+    let limit = requested.unwrap_or(DEFAULT_PAGE);
     if (1..=MAX_PAGE).contains(&limit) {
         return Ok(limit);
     }
     Err(ApiError::new(ErrorCode::BadRequest, format!("limit must be from 1 to {MAX_PAGE}")))
 }
 
-/// An id in the path; one that is none names nothing.
+/// An id in the path. A text that is no id is answered with `not_found`.
 pub(crate) struct Id<T>(pub(crate) T);
 
 impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {

@@ -1,8 +1,9 @@
-//! The header `Idempotency-Key`: a request that is sent again, because its answer was lost, finds what the first one made.
+//! The header `Idempotency-Key`: a client that repeats a request, because its answer was lost, gets the workspace of the first one.
 
 use axum::http::HeaderMap;
 use chrono::Utc;
 use emergent_store::{Begun as Stored, IdempotencyStatus, IdempotentRequest, StoreError};
+use emergent_wire::id::ServerId;
 use emergent_wire::workspace::Workspace;
 use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::Serialize;
@@ -13,18 +14,18 @@ use crate::caller::Principal;
 
 const HEADER: &str = "idempotency-key";
 
-/// A key that this request works under.
+/// The key of a request in progress.
 pub(super) struct IdempotencyKey(IdempotentRequest);
 
-/// Where a request with a key, or without, stands.
+/// The result of looking for an earlier request with the same key.
 pub(super) enum Begun {
-    /// Nothing was made for it yet.
+    /// There is none. The key is None when the request has none.
     New(Option<IdempotencyKey>),
-    /// An earlier request with the same key made this.
+    /// An earlier request has made this workspace.
     Made(Box<Workspace>),
 }
 
-/// Looks for an earlier request with the same key.
+/// Looks for an earlier request with the same key, and begins a new one if there is none.
 pub(super) async fn begin(
     app: &App,
     principal: &Principal,
@@ -50,16 +51,15 @@ pub(super) async fn begin(
         (IdempotencyStatus::Done, Some(id)) => match store.workspace(WorkspaceId(id)).await {
             Ok(workspace) => Ok(Begun::Made(Box::new(workspace))),
             Err(StoreError::NotFound { .. }) => {
-                let message =
-                    "the workspace that was made under this Idempotency-Key is gone: use another key";
+                let message = "the workspace of this Idempotency-Key was removed: use another key";
                 Err(ApiError::new(ErrorCode::Conflict, message))
             }
             Err(error) => Err(error.into()),
         },
-        _ if is_interrupted(app, earlier.owner).await
+        _ if is_interrupted(app, earlier.owner).await?
             && store.take_over_idempotent(&request, earlier.owner).await? =>
         {
-            // What its server had begun is undone by recovery.
+            // Recovery undoes the work that its server had begun.
             Ok(Begun::New(Some(IdempotencyKey(request))))
         }
         _ => {
@@ -71,25 +71,26 @@ pub(super) async fn begin(
 }
 
 /// Whether the server that worked on a request has ended.
-async fn is_interrupted(app: &App, owner: Option<emergent_wire::id::ServerId>) -> bool {
-    let Some(owner) = owner else { return true };
-    if owner == app.workspaces.context.store.server() {
-        return false;
+async fn is_interrupted(app: &App, owner: Option<ServerId>) -> Result<bool, StoreError> {
+    let Some(owner) = owner else { return Ok(true) };
+    let context = &app.workspaces.context;
+    if owner == context.store.server() {
+        return Ok(false);
     }
-    let _ = app.workspaces.context.servers.look_for([Some(owner)], &app.workspaces.context.store).await;
-    !app.workspaces.context.servers.is_alive(owner)
+    context.servers.refresh_for([Some(owner)], &context.store).await?;
+    Ok(!context.servers.is_alive(owner))
 }
 
-/// The request has made its workspace.
-pub(super) async fn finish(app: &App, key: Option<IdempotencyKey>, id: WorkspaceId) {
+/// Stores the workspace that the request has made.
+pub(super) async fn complete(app: &App, key: Option<IdempotencyKey>, id: WorkspaceId) {
     if let Some(IdempotencyKey(request)) = key
         && let Err(error) = app.workspaces.context.store.finish_idempotent(&request, id.0).await
     {
-        tracing::warn!(workspace = %id, %error, "an idempotency key could not be written");
+        tracing::warn!(workspace = %id, %error, "the workspace of an idempotency key could not be stored");
     }
 }
 
-/// The request has failed: the same key may be tried again.
+/// Removes the key of a request that has failed, so that it can be repeated.
 pub(super) async fn forget(app: &App, key: Option<IdempotencyKey>) {
     if let Some(IdempotencyKey(request)) = key
         && let Err(error) = app.workspaces.context.store.forget_idempotent(&request).await

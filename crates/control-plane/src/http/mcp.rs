@@ -19,30 +19,29 @@ use utoipa::{IntoParams, ToSchema};
 use super::App;
 use super::error::ApiError;
 use super::extract::{Body, Params};
+use super::mcp_view::{self, log_line};
 use super::route::{AuditPolicy, RouteRule, Target};
 use super::stream::KEEP_ALIVE;
-use super::workspaces::finish;
-use crate::mcp::log_line;
+use super::workspaces::run_to_completion;
 use crate::summary::Summarize;
 
-/// Lines of a log when the caller does not say.
+/// The lines of a log that are sent unless the caller names a number.
 const DEFAULT_LINES: usize = 200;
 
 pub(super) const REGISTER: RouteRule = RouteRule::admin("mcp.register").needs_sandboxes();
 
 /// Register an MCP server and start it.
 ///
-/// Answers when the server is ready, or when it has shown that it is not: `status` and `last_exit` say so. A server that
-/// does not start stays registered, and is started again as its restart policy says.
+/// Answers when the server is ready or its first start has failed: see `status` and `last_exit`. A server that does not start
+/// stays registered, and is started again according to its restart policy.
 #[utoipa::path(post, path = "/api/v1/mcp/servers", tag = "mcp", request_body = RegisterMcpServer,
     responses((status = 201, body = McpServer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(super) async fn register(
     State(app): State<App>,
     Body(request): Body<RegisterMcpServer>,
 ) -> Result<(StatusCode, Json<McpServer>), ApiError> {
-    // In a task of its own: a client that goes away must not leave a half-made server.
-    let server = finish(async move { app.mcp.register(request).await }).await?;
-    Ok((StatusCode::CREATED, Json(server)))
+    let report = run_to_completion(async move { app.mcp.register(request).await }).await?;
+    Ok((StatusCode::CREATED, Json(mcp_view::server(report))))
 }
 
 pub(super) const LIST: RouteRule = RouteRule::admin("mcp.list").needs_sandboxes();
@@ -51,7 +50,10 @@ pub(super) const LIST: RouteRule = RouteRule::admin("mcp.list").needs_sandboxes(
 #[utoipa::path(get, path = "/api/v1/mcp/servers", tag = "mcp",
     responses((status = 200, body = McpServerList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn list(State(app): State<App>) -> Result<Json<McpServerList>, ApiError> {
-    Ok(Json(app.mcp.list().await?))
+    let reports = app.mcp.reports().await?;
+    let servers = reports.readable.into_iter().map(mcp_view::server).collect();
+    let unreadable = reports.unreadable.into_iter().map(Into::into).collect();
+    Ok(Json(McpServerList { servers, unreadable }))
 }
 
 pub(super) const GET: RouteRule = RouteRule::admin("mcp.get").on(Target::McpServer).for_bound_tokens();
@@ -62,10 +64,10 @@ pub(super) const GET: RouteRule = RouteRule::admin("mcp.get").on(Target::McpServ
     responses((status = 200, body = McpServer), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn get(State(app): State<App>, Path(id): Path<String>) -> Result<Json<McpServer>, ApiError> {
     let id = app.mcp.find(&id).await?.workspace.id;
-    Ok(Json(app.mcp.get(id).await?))
+    Ok(Json(mcp_view::server(app.mcp.report(id).await?)))
 }
 
-/// An MCP server is gone.
+/// An MCP server was removed.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Removed {
     /// Its id.
@@ -85,15 +87,15 @@ pub(super) async fn remove(
     Path(id): Path<String>,
 ) -> Result<Json<Removed>, ApiError> {
     let id = app.mcp.find(&id).await?.workspace.id;
-    finish(async move { app.mcp.remove(id).await }).await?;
+    run_to_completion(async move { app.mcp.remove(id).await }).await?;
     Ok(Json(Removed { id, removed: true }))
 }
 
 pub(super) const RESTART: RouteRule = RouteRule::admin("mcp.restart").on(Target::McpServer);
 
-/// Restart an MCP server in a new container, on the files it has.
+/// Restart an MCP server in a new container with its files.
 ///
-/// Its process has 10 s to end. What was counted against it is forgotten.
+/// Its process has 10 s to end. Its crashes are no longer counted.
 #[utoipa::path(post, path = "/api/v1/mcp/servers/{id}/restart", tag = "mcp",
     params(("id" = String, Path, description = "Id or name")),
     responses((status = 200, body = McpServer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -102,19 +104,20 @@ pub(super) async fn restart(
     Path(id): Path<String>,
 ) -> Result<Json<McpServer>, ApiError> {
     let id = app.mcp.find(&id).await?.workspace.id;
-    finish(async move { app.mcp.restart(id).await }).await.map(Json)
+    let report = run_to_completion(async move { app.mcp.restart(id).await }).await?;
+    Ok(Json(mcp_view::server(report)))
 }
 
-/// Calls a method.
+/// A call of a method.
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct CallRequest {
     /// The method, such as `tools/call`.
     method: String,
-    /// Its parameters, as the server takes them.
+    /// Its parameters, as the server expects them.
     #[schema(value_type = Option<Object>)]
     params: Option<Box<RawValue>>,
-    /// How long it may take; the server's own time-out unless given.
+    /// The time limit; the server's own unless given.
     timeout_ms: Option<u64>,
 }
 
@@ -143,7 +146,7 @@ impl Summarize for CallRequest {
     }
 }
 
-/// What the server answered: a result or an error.
+/// The server's answer: a result or an error.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct CallAnswer {
     /// The result, as the server gave it.
@@ -169,29 +172,29 @@ pub(super) async fn call(
     Body(request): Body<CallRequest>,
 ) -> Result<Json<CallAnswer>, ApiError> {
     let id = app.mcp.id_of(&id).await?;
-    let within = request.timeout_ms.map(Duration::from_millis);
-    let hosted = app.mcp.hosted(id).await?;
-    let answer = app.mcp.call(&hosted, &request.method, request.params.as_deref(), within).await?;
+    let time_limit = request.timeout_ms.map(Duration::from_millis);
+    let server = app.mcp.supervised(id).await?;
+    let answer = app.mcp.call(&server, &request.method, request.params.as_deref(), time_limit).await?;
     Ok(Json(CallAnswer { result: answer.result, error: answer.error }))
 }
 
-/// Which lines.
+/// The lines to send.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct LogParams {
-    /// So many of the last lines; 200 unless given.
+    /// The number of last lines; 200 unless given.
     tail: Option<usize>,
-    /// Stay, and send lines as they come.
+    /// Whether to keep sending lines as they are written.
     follow: Option<bool>,
 }
 
 pub(super) const LOGS: RouteRule = RouteRule::admin("mcp.logs").on(Target::McpServer);
 
-/// What an MCP server wrote to standard error, and what happened to it.
+/// Get the log of an MCP server: its standard error and the notes of its supervisor.
 ///
-/// The last 2,000 lines are kept while this server runs. With `follow`, lines come as server-sent events, each with its
-/// number as its id.
+/// The last 2,000 lines are kept while this server runs. With `follow`, lines are server-sent events whose ids are the numbers of
+/// the lines.
 #[utoipa::path(get, path = "/api/v1/mcp/servers/{id}/logs", tag = "mcp",
     params(("id" = String, Path, description = "Id or name"), LogParams),
     responses((status = 200, body = McpLogs), (status = "4XX", body = ErrorBody)))]
@@ -202,36 +205,36 @@ pub(super) async fn logs(
     Params(params): Params<LogParams>,
 ) -> Result<Response, ApiError> {
     let id = app.mcp.id_of(&id).await?;
-    let hosted = app.mcp.hosted(id).await?;
+    let server = app.mcp.supervised(id).await?;
     let tail = params.tail.unwrap_or(DEFAULT_LINES);
     if !params.follow.unwrap_or(false) {
-        let lines = hosted.journal.after(0, tail).into_iter().map(log_line).collect();
+        let lines = server.journal.after(0, tail).into_iter().map(log_line).collect();
         return Ok(Json(McpLogs { lines }).into_response());
     }
     let after = headers.get("last-event-id").and_then(|id| id.to_str().ok()?.parse().ok());
-    let known = hosted.journal.after(after.unwrap_or(0), after.map_or(tail, |_| usize::MAX));
+    let known = server.journal.after(after.unwrap_or(0), after.map_or(tail, |_| usize::MAX));
     let seen = known.last().map_or(after.unwrap_or(0), |entry| entry.number);
-    let watch = hosted.journal.watch();
+    let watch = server.journal.watch();
     let known: Vec<McpLogLine> = known.into_iter().map(log_line).collect();
-    let state = (hosted, watch, known.into_iter(), seen);
-    let events = futures_util::stream::unfold(state, |(hosted, mut watch, mut lines, mut seen)| async move {
+    let state = (server, watch, known.into_iter(), seen);
+    let events = futures_util::stream::unfold(state, |(server, mut watch, mut lines, mut seen)| async move {
         loop {
             if let Some(line) = lines.next() {
                 let data = serde_json::to_string(&line).unwrap_or_default();
                 let event = SseEvent::default().event("log").id(line.number.to_string()).data(data);
-                return Some((Ok::<_, Infallible>(event), (hosted, watch, lines, seen)));
+                return Some((Ok::<_, Infallible>(event), (server, watch, lines, seen)));
             }
-            let fresh = hosted.journal.after(seen, usize::MAX);
-            if fresh.is_empty() {
+            let new = server.journal.after(seen, usize::MAX);
+            if new.is_empty() {
                 tokio::select! {
                     changed = watch.changed() => changed.ok()?,
-                    () = hosted.gone() => return None,
+                    () = server.supervisor_ended() => return None,
                 }
                 continue;
             }
-            seen = fresh.last().map_or(seen, |entry| entry.number);
-            let fresh: Vec<McpLogLine> = fresh.into_iter().map(log_line).collect();
-            lines = fresh.into_iter();
+            seen = new.last().map_or(seen, |entry| entry.number);
+            let new: Vec<McpLogLine> = new.into_iter().map(log_line).collect();
+            lines = new.into_iter();
         }
     });
     Ok(Sse::new(events).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)).into_response())

@@ -15,7 +15,7 @@ use super::route::{AuditPolicy, RouteRule, Target};
 use super::summary::SummarySlot;
 use super::{App, mcp_front, mcp_proxy};
 use crate::caller::Caller;
-use crate::mcp::HostedServer;
+use crate::mcp::{StdioServer, Transport};
 
 /// All methods.
 pub(super) const MESSAGE: RouteRule =
@@ -37,7 +37,7 @@ pub(super) async fn post(
     handle(app, id, caller, request).await
 }
 
-/// Listen to what an MCP server says unasked, or go on with what a lost connection had begun.
+/// Receive the messages that an MCP server sends by itself, or the rest of a stream whose connection was lost.
 #[utoipa::path(get, path = "/api/v1/mcp/servers/{id}/mcp", tag = "mcp",
     params(("id" = String, Path, description = "Id or name")),
     responses((status = 200, description = "Events", content_type = "text/event-stream"), (status = "4XX", body = ErrorBody)))]
@@ -71,18 +71,18 @@ async fn handle(
 ) -> Result<Response, ApiError> {
     mcp_front::check_origin(&app, request.headers())?;
     let id = app.mcp.id_of(&id).await?;
-    let hosted = app.mcp.hosted(id).await?;
-    if !hosted.config.stdio_bridge {
-        return Ok(mcp_proxy::forward(&app.mcp, &hosted, request).await?.into_response());
+    let server = app.mcp.supervised(id).await?;
+    if let Transport::Http { port, path } = &server.transport {
+        return Ok(mcp_proxy::forward(&app.mcp, &server, *port, path, request).await?.into_response());
     }
     let summary = request.extensions().get::<SummarySlot>().cloned();
-    let server = Summarized { server: HostedServer { host: &app.mcp, hosted: &hosted }, summary };
-    Ok(mcp_front::answer(hosted.endpoint.handle(&server, &caller, request).await))
+    let stdio = Summarized { server: StdioServer { host: &app.mcp, server: &server }, summary };
+    Ok(mcp_front::answer(server.endpoint.handle(&stdio, &caller, request).await))
 }
 
 /// A server whose messages are summarised for the audit log.
 struct Summarized<'a> {
-    server: HostedServer<'a>,
+    server: StdioServer<'a>,
     summary: Option<SummarySlot>,
 }
 
@@ -107,7 +107,7 @@ impl Server<Caller> for Summarized<'_> {
     }
 }
 
-/// The method and the name of the tool, never its arguments.
+/// The method and the name of the tool, without its arguments.
 fn summary_of(message: &Message<'_>) -> Value {
     let short = |text: String| text.chars().take(100).collect::<String>();
     let name = message.param("name").and_then(|raw| serde_json::from_str(raw).ok()).map(short);

@@ -1,4 +1,4 @@
-//! What hosted MCP servers and workspaces' MCP servers have in common at their addresses: the Origin policy and refusals.
+//! The common part of the addresses of hosted MCP servers and of workspaces' MCP servers: the Origin policy and refusals.
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, header};
@@ -9,12 +9,12 @@ use emergent_wire::ErrorCode;
 use super::App;
 use super::error::ApiError;
 
-/// Refuses requests of pages that may not use MCP servers.
+/// Refuses requests from web pages whose origin is not allowed.
 pub(super) fn check_origin(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
     app.origins.check(headers).map_err(|refusal| ApiError::new(ErrorCode::Forbidden, refusal.to_string()))
 }
 
-/// The answer of the HTTP stack, with the server's error body for refusals.
+/// The answer of the HTTP stack. Refusals get this server's error body.
 pub(super) fn answer(result: Result<Response<ResponseBody>, Refusal>) -> Response {
     match result {
         Ok(response) => response.map(Body::new),
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_has_the_status_that_the_protocol_wants() {
+    fn refusals_have_the_status_of_the_protocol() {
         for refusal in [
             Refusal::NotAcceptable("application/json"),
             Refusal::UnsupportedMediaType,

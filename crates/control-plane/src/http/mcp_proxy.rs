@@ -1,13 +1,15 @@
-//! Servers that speak HTTP themselves: forwards requests to their port, and answers back.
+//! Forwards requests to hosted servers that speak HTTP themselves, and their answers to the clients.
 
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, Uri, Version, header};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::ErrorCode;
 use hyper_util::rt::TokioIo;
+use tracing::Instrument as _;
 
-use crate::mcp::{Hosted, McpHost};
+use super::error::ApiError;
+use crate::mcp::{HostedServer, McpHost};
 
-/// Headers that belong to one connection, or to this server.
+/// Headers of one connection, and the credentials for this server.
 const NOT_FORWARDED: [HeaderName; 9] = [
     header::AUTHORIZATION,
     header::COOKIE,
@@ -20,42 +22,42 @@ const NOT_FORWARDED: [HeaderName; 9] = [
     header::UPGRADE,
 ];
 
-/// Forwards a request, and its answer.
+/// Forwards a request to this port and path of the server's sandbox.
 pub(super) async fn forward(
     host: &McpHost,
-    hosted: &Hosted,
+    server: &HostedServer,
+    port: u16,
+    path: &str,
     request: Request<Body>,
-) -> Result<Response<Body>, ErrorDetail> {
-    let gone = |error: &dyn std::fmt::Display| {
-        ErrorDetail::new(ErrorCode::ProviderFailed, format!("the MCP server did not answer: {error}"))
+) -> Result<Response<Body>, ApiError> {
+    let no_answer = |error: hyper::Error| {
+        ApiError::new(ErrorCode::ProviderFailed, format!("the MCP server did not answer: {error}"))
     };
-    let stream = TokioIo::new(host.connect(hosted).await?);
+    let stream = TokioIo::new(host.connect(server, port).await?);
     let handshake = hyper::client::conn::http1::handshake(stream).await;
-    let (mut sender, connection) = handshake.map_err(|error| gone(&error))?;
-    tokio::spawn(connection);
-    let request = forwarded(hosted, request)?;
-    let mut response = sender.send_request(request).await.map_err(|error| gone(&error))?.map(Body::new);
+    let (mut sender, connection) = handshake.map_err(no_answer)?;
+    tokio::spawn(connection.in_current_span());
+    let request = forwarded(port, path, request)?;
+    let mut response = sender.send_request(request).await.map_err(no_answer)?.map(Body::new);
     NOT_FORWARDED.iter().for_each(|name| {
         response.headers_mut().remove(name);
     });
     Ok(response)
 }
 
-/// The request for the server.
-fn forwarded(hosted: &Hosted, request: Request<Body>) -> Result<Request<Body>, ErrorDetail> {
+/// The request as it is sent to the server.
+fn forwarded(port: u16, path: &str, request: Request<Body>) -> Result<Request<Body>, ApiError> {
     let (mut parts, body) = request.into_parts();
-    let path = hosted.config.path.as_deref().unwrap_or(emergent_wire::mcp::DEFAULT_PATH);
     let query = parts.uri.query().map(|query| format!("?{query}")).unwrap_or_default();
     parts.uri = format!("{path}{query}")
         .parse::<Uri>()
-        .map_err(|error| ErrorDetail::new(ErrorCode::BadRequest, error.to_string()))?;
+        .map_err(|error| ApiError::new(ErrorCode::BadRequest, error.to_string()))?;
     let mut headers: HeaderMap = std::mem::take(&mut parts.headers);
     NOT_FORWARDED.iter().for_each(|name| {
         headers.remove(name);
     });
-    // The Origin policy was applied. The server's own check would compare with its address in the sandbox.
+    // This server has applied the Origin policy. The server in the sandbox would compare the origin with its own address.
     headers.remove(header::ORIGIN);
-    let port = hosted.config.port.unwrap_or_default();
     if let Ok(host) = HeaderValue::from_str(&format!("localhost:{port}")) {
         headers.insert(header::HOST, host);
     }

@@ -1,11 +1,24 @@
-//! The REST API. Handlers parse, call and convert; what they call knows nothing of HTTP.
+//! The REST API and the addresses for MCP clients. Handlers parse a request, call the domain, and convert the result. The domain
+//! knows nothing of HTTP.
+//!
+//! ```text
+//! mod          the list of routes, and the state of handlers
+//! route        the rules of routes; access checks them, record counts and audits calls
+//! error        errors as answers and statuses; error_text: their texts for callers
+//! extract      bodies, parameters and ids of requests
+//! workspaces, snapshots, tools, operations, pool, tokens, audit, events, ops, docs   handlers
+//! mcp, mcp_endpoint, mcp_proxy                                                       handlers for hosted MCP servers
+//! workspace_mcp, tool_schema                                                         the MCP server of a workspace
+//! ```
 
 mod access;
 #[cfg(test)]
 mod added_tool_tests;
 mod audit;
 mod docs;
+mod docs_page;
 mod error;
+mod error_text;
 mod events;
 mod extract;
 mod idempotency;
@@ -13,6 +26,7 @@ mod mcp;
 mod mcp_endpoint;
 mod mcp_front;
 mod mcp_proxy;
+mod mcp_view;
 mod operations;
 mod ops;
 mod pool;
@@ -22,6 +36,7 @@ mod snapshots;
 mod stream;
 mod summary;
 mod tokens;
+mod tool_schema;
 mod tools;
 mod until_ended;
 mod workspace_mcp;
@@ -51,10 +66,10 @@ use route::Routes;
 pub use route::{Access, DeclaredRoute};
 pub(crate) use workspace_mcp::WorkspaceMcps;
 
-/// How long a client may take to send the next piece of a body.
-const BODY_PIECE_TIME: Duration = Duration::from_secs(30);
+/// The time limit for each piece of a request's body.
+const BODY_PIECE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What every handler can reach.
+/// The state of all handlers.
 #[derive(Clone)]
 pub(crate) struct App {
     pub(crate) workspaces: Arc<Workspaces>,
@@ -64,7 +79,7 @@ pub(crate) struct App {
     pub(crate) origins: Arc<OriginPolicy>,
     pub(crate) audit: Audit,
     pub(crate) metrics: PrometheusHandle,
-    /// Whether the first recovery pass has ended.
+    /// Set after the first recovery pass.
     pub(crate) ready: Arc<AtomicBool>,
     pub(crate) tools: Tools,
 }
@@ -89,7 +104,7 @@ impl App {
     }
 }
 
-/// What the API says of itself.
+/// The general part of the OpenAPI description.
 #[derive(OpenApi)]
 #[openapi(
     info(
@@ -114,7 +129,7 @@ impl utoipa::Modify for BearerToken {
     }
 }
 
-/// All routes, each with its rule. Without an app they are only described.
+/// All routes, each with its rule. Without an app, the routes are described but can't be served.
 fn routes(app: Option<&App>) -> Routes {
     let tools = app.map_or_else(standard, |app| app.tools.table().to_vec());
     let routes = Routes::new(app, Description::openapi())
@@ -165,12 +180,12 @@ fn routes(app: Option<&App>) -> Routes {
         .add_page(docs::HOME, "/", get(docs::home))
 }
 
-/// Every route of the server as it is declared.
+/// All routes as they are declared.
 pub(crate) fn declared_routes() -> Vec<DeclaredRoute> {
     routes(None).declared()
 }
 
-/// The OpenAPI description, as it is checked in.
+/// The OpenAPI description.
 pub(crate) fn openapi() -> utoipa::openapi::OpenApi {
     describe(routes(None))
 }
@@ -182,7 +197,7 @@ fn describe(routes: Routes) -> utoipa::openapi::OpenApi {
     description
 }
 
-/// Says which bodies can be left out: an empty one means no fields, so those of which no field is required.
+/// Marks bodies without a required field as optional, because an empty body means no fields.
 fn mark_optional_bodies(description: &mut utoipa::openapi::OpenApi) {
     use utoipa::openapi::{Ref, RefOr, Required, Schema};
     let components = description.components.clone().unwrap_or_default();
@@ -210,21 +225,21 @@ fn mark_optional_bodies(description: &mut utoipa::openapi::OpenApi) {
 pub(crate) fn router(app: &App) -> Router {
     let (routes, _) = routes(Some(app)).split();
     routes
-        .fallback(nothing_here)
+        .fallback(unknown_address)
         .method_not_allowed_fallback(wrong_method)
-        .layer(RequestBodyTimeoutLayer::new(BODY_PIECE_TIME))
+        .layer(RequestBodyTimeoutLayer::new(BODY_PIECE_TIMEOUT))
         .layer(tower_http::catch_panic::CatchPanicLayer::custom(ops::panicked))
         .layer(middleware::from_fn(record::request_id))
         .with_state(app.clone())
 }
 
-async fn nothing_here() -> ApiError {
-    ApiError::new(ErrorCode::NotFound, "there is nothing at this address: /api/docs shows what there is")
+async fn unknown_address() -> ApiError {
+    ApiError::new(ErrorCode::NotFound, "there is nothing at this address: /api/docs lists the addresses")
 }
 
 async fn wrong_method() -> ApiError {
     ApiError::new(
         ErrorCode::MethodNotAllowed,
-        "this address does not take this method: /api/docs shows what it takes",
+        "this address does not take this method: /api/docs lists the methods",
     )
 }

@@ -1,4 +1,4 @@
-//! Commands in the background: follow them and end them.
+//! Commands in the background: follow and kill.
 
 use axum::Json;
 use axum::extract::{Extension, State};
@@ -20,21 +20,21 @@ use super::tools::asks_for;
 use crate::caller::Caller;
 use crate::workspace::{FollowedOperation, OperationEvent};
 
-/// Where to go on.
+/// The part of the output to read.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct FollowParams {
-    /// Output bytes that the caller has already: `next_offset` of the last answer.
+    /// The bytes of output to skip, because the caller has them: `next_offset` of the last answer.
     #[serde(default)]
     offset: u64,
 }
 
 pub(super) const FOLLOW: RouteRule = RouteRule::workspace_use("operation");
 
-/// Look at a command in the background, and read its output from an offset on.
+/// Get the state of a command in the background, and its output from an offset on.
 ///
-/// With `Accept: text/event-stream` it is followed until it ends; `Last-Event-ID` goes on where a stream broke.
+/// With `Accept: text/event-stream` its output is streamed until it ends. `Last-Event-ID` resumes a broken stream.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/{id}/operations/{operation}", tag = "tools",
     params(("id" = WorkspaceId, Path), ("operation" = OperationId, Path), FollowParams),
     responses((status = 200, body = OperationAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -65,14 +65,14 @@ fn unfold(followed: FollowedOperation) -> impl Stream<Item = Result<OutputEvent,
                 let json = serde_json::to_vec(&answer).map(OutputEvent::Answer);
                 (json.map_err(|error| ErrorDetail::new(ErrorCode::Internal, error.to_string())), None)
             }
-            Err(error) => (Err(error.into()), None),
+            Err(error) => (Err(ApiError::from(error).0), None),
         })
     })
 }
 
 pub(super) const KILL: RouteRule = RouteRule::workspace_use("operation");
 
-/// End a command in the background: SIGTERM, and SIGKILL 5 s later.
+/// Kill a command in the background: SIGTERM, and SIGKILL 5 s later.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/{id}/operations/{operation}", tag = "tools",
     params(("id" = WorkspaceId, Path), ("operation" = OperationId, Path)),
     responses((status = 200, body = OperationAnswer), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]

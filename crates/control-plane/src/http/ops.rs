@@ -16,12 +16,12 @@ use super::error::ApiError;
 use super::route::{AuditPolicy, RouteRule};
 use crate::workspace::DiskLevel;
 
-/// How the server is doing.
+/// The health of the server.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Health {
-    /// `ok`, or what is wrong.
+    /// `ok`, or the problem.
     status: String,
-    /// What will be wrong soon.
+    /// Conditions that will become problems.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
 }
@@ -34,7 +34,7 @@ impl Health {
 
 pub(super) const LIVE: RouteRule = RouteRule::open("health.live");
 
-/// Whether the process answers.
+/// Check whether the process answers.
 #[utoipa::path(get, path = "/health/live", tag = "operations", security(()), responses((status = 200, body = Health)))]
 pub(super) async fn live() -> Json<Health> {
     Json(Health::new("ok"))
@@ -42,8 +42,8 @@ pub(super) async fn live() -> Json<Health> {
 
 pub(super) const READY: RouteRule = RouteRule::open("health.ready");
 
-/// Whether the server can take requests: its database answers, it has looked after what a crash left, and the host's disk has
-/// room. On a full disk it still answers all requests that need none, removals first.
+/// Check whether the server can take requests: its database answers, the first recovery pass has ended, and the host's disk has room.
+/// On a full disk the server still answers requests that need no room, such as removals.
 #[utoipa::path(get, path = "/health/ready", tag = "operations", security(()),
     responses((status = 200, body = Health), (status = 503, body = Health)))]
 pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) {
@@ -54,7 +54,7 @@ pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) 
     if app.workspaces.context.store.ping().await.is_err() {
         return refuse("the database does not answer");
     }
-    // Whoever asks may have no token, so that neither paths nor numbers are told.
+    // The client may have no token, so the answer has neither paths nor numbers.
     match app.workspaces.disk_space.level() {
         DiskLevel::Full => refuse("the host's disk is full"),
         DiskLevel::Low => {
@@ -69,17 +69,21 @@ pub(super) const METRICS: RouteRule = RouteRule::admin("metrics").audited(AuditP
 
 /// Metrics for Prometheus. Needs an admin token.
 pub(super) async fn metrics(State(app): State<App>) -> Response {
-    if let Ok(counts) = app.workspaces.context.store.active_counts().await {
-        for (provider, count) in counts {
-            #[allow(clippy::cast_precision_loss, reason = "a count of workspaces is small")]
-            metrics::gauge!("emergent_workspaces_active", "provider" => provider.as_str()).set(count as f64);
+    match app.workspaces.context.store.active_counts().await {
+        Ok(counts) => {
+            for (provider, count) in counts {
+                #[allow(clippy::cast_precision_loss, reason = "a count of workspaces is small")]
+                metrics::gauge!("emergent_workspaces_active", "provider" => provider.as_str())
+                    .set(count as f64);
+            }
         }
+        Err(error) => tracing::warn!(%error, "the metrics have old counts: workspaces can't be counted"),
     }
     let text = app.metrics.render() + &app.workspaces.usage.metrics();
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
-/// A fault of ours must not take the connection down without a word.
+/// The answer to a request whose handler panicked. The panic hook has logged the panic.
 #[allow(clippy::needless_pass_by_value, reason = "the layer wants a function that takes the panic")]
 pub(super) fn panicked(_panic: Box<dyn Any + Send + 'static>) -> Response {
     tracing::error!("a handler panicked");

@@ -12,7 +12,7 @@ use super::route::RouteRule;
 
 pub(super) const STATUS: RouteRule = RouteRule::admin("pool.get").needs_sandboxes();
 
-/// The warm pool as it stands.
+/// Get the target and the state of the warm pool.
 #[utoipa::path(get, path = "/api/v1/agent/pool", tag = "pool",
     responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn status(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {
@@ -21,9 +21,9 @@ pub(super) async fn status(State(app): State<App>) -> Result<Json<PoolStatus>, A
 
 pub(super) const SET: RouteRule = RouteRule::admin("pool.set").needs_sandboxes();
 
-/// Set what the warm pool shall hold.
+/// Set the target of the warm pool.
 ///
-/// Holds until it is set again or reset, also after a restart. An empty list turns the pool off.
+/// The target is kept until it is set again or reset, also after a restart. An empty list turns the pool off.
 #[utoipa::path(put, path = "/api/v1/agent/pool", tag = "pool", request_body = PoolTarget,
     responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn set(
@@ -36,7 +36,7 @@ pub(super) async fn set(
 
 pub(super) const RESET: RouteRule = RouteRule::admin("pool.reset").needs_sandboxes();
 
-/// Let the configuration say again what the warm pool shall hold.
+/// Reset the target of the warm pool to that of the configuration.
 #[utoipa::path(delete, path = "/api/v1/agent/pool", tag = "pool",
     responses((status = 200, body = PoolStatus), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn reset(State(app): State<App>) -> Result<Json<PoolStatus>, ApiError> {

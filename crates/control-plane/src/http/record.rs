@@ -1,4 +1,4 @@
-//! Every call is numbered, timed, logged, counted and audited, in one place.
+//! Gives each call an id and a span, and measures, logs and audits it.
 
 use std::fmt;
 use std::time::Instant;
@@ -21,7 +21,7 @@ use crate::caller::Caller;
 
 const HEADER: &str = "x-request-id";
 
-/// A request's number.
+/// The id of a request in the log and the audit log.
 #[derive(Clone, Debug)]
 pub(super) struct RequestId(String);
 
@@ -31,14 +31,14 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Left on the response of a call that is audited and measured by the code behind the handler.
+/// Added to the response of a call that was audited and measured already, by the domain.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Recorded;
 
-/// Gives every request an id: the client's own, when it is a sane one.
+/// Gives each request an id: the client's, where it is valid, else a new one.
 pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
     let given =
-        request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|text| is_sane(text));
+        request.headers().get(HEADER).and_then(|value| value.to_str().ok()).filter(|text| is_valid(text));
     let id = given.map_or_else(|| uuid::Uuid::now_v7().simple().to_string(), str::to_owned);
     request.extensions_mut().insert(RequestId(id.clone()));
     // All log lines of this request carry these fields (docs/logging.md).
@@ -50,12 +50,12 @@ pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
     response
 }
 
-fn is_sane(text: &str) -> bool {
+fn is_valid(text: &str) -> bool {
     (1..=64).contains(&text.len())
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
-/// Logs, counts and audits a call.
+/// Measures, logs and audits a call.
 pub(super) async fn call(
     State((app, rule)): State<(App, RouteRule)>,
     mut request: Request,
@@ -72,10 +72,10 @@ pub(super) async fn call(
     request.extensions_mut().insert(target);
     request.extensions_mut().insert(summary.clone());
     let response = next.run(request).await;
-    let took = begun.elapsed();
+    let duration = begun.elapsed();
     let status = response.status();
     let failed = response.extensions().get::<FailedWith>().map(|failed| failed.0);
-    tracing::debug!(%method, path, status = status.as_u16(), took_ms = took.as_millis(), "call");
+    tracing::debug!(%method, path, status = status.as_u16(), took_ms = duration.as_millis(), "call");
     if response.extensions().get::<Recorded>().is_some() {
         return response;
     }
@@ -84,7 +84,7 @@ pub(super) async fn call(
         Some(_) => AuditOutcome::Failure,
         None => AuditOutcome::Success,
     };
-    metrics::histogram!("emergent_call_seconds", "action" => rule.action).record(took.as_secs_f64());
+    metrics::histogram!("emergent_call_seconds", "action" => rule.action).record(duration.as_secs_f64());
     metrics::counter!("emergent_calls_total", "action" => rule.action, "outcome" => outcome.as_str())
         .increment(1);
     let principal = response.extensions().get::<Caller>().map(|caller| caller.principal.clone());
@@ -97,7 +97,7 @@ pub(super) async fn call(
         tool: rule.action.to_owned(),
         outcome,
         error_code: failed.map(|code| code.as_str().to_owned()),
-        duration_ms: u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+        duration_ms: u64::try_from(duration.as_millis()).unwrap_or(u64::MAX),
         request: summary.get(),
         request_id,
     };

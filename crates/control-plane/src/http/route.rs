@@ -1,6 +1,6 @@
-//! Rules of routes. A [`RouteRule`] stands beside each handler, and nowhere else: the access it needs and how its calls are recorded.
+//! Rules of routes. Each handler has a [`RouteRule`] beside it: the access that it needs, and how its calls are recorded.
 //!
-//! A route can be added to the server only with its rule ([`Routes::add`]), which puts these layers around the handler:
+//! A route can be added to the server only with its rule ([`Routes::add`]), which adds these layers around the handler:
 //!
 //! ```text
 //!  request ──▶ record ──▶ access ──▶ target ──▶ body limit ──▶ handler
@@ -36,7 +36,7 @@ pub(crate) struct RouteRule {
     pub(super) audit: AuditPolicy,
     /// Whether a call extends the life of the workspace that it uses.
     pub(super) counts_as_use: bool,
-    /// Whether the route is there only while workspaces are turned on.
+    /// Whether the route exists only while workspaces are enabled.
     needs_sandboxes: bool,
     body_bytes: usize,
 }
@@ -44,20 +44,20 @@ pub(crate) struct RouteRule {
 /// The tokens that may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Anybody, without a token.
+    /// No token is needed.
     Open,
     /// Admin tokens.
     Admin,
-    /// Admin tokens, and tokens that are bound to the workspace or MCP server that the path names.
+    /// Admin tokens, and tokens that are bound to the workspace or MCP server in the path.
     Bound,
 }
 
-/// The kind of thing that `{id}` in a route's path names.
+/// The kind of object that `{id}` in a route's path names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Target {
     /// Neither a workspace nor an MCP server.
     None,
-    /// An agent's workspace. That of a hosted MCP server is refused, because only its supervisor changes it.
+    /// An agent's workspace. The workspace of a hosted MCP server is refused, because only its supervisor changes it.
     Workspace,
     /// A workspace of either kind.
     AnyWorkspace,
@@ -65,19 +65,18 @@ pub(crate) enum Target {
     McpServer,
 }
 
-/// How calls get into the audit log.
+/// Whether and when a call is written to the audit log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AuditPolicy {
-    /// Not at all.
     Never,
-    /// Written before the answer is sent.
+    /// Before the answer is sent.
     BeforeAnswer,
-    /// Written soon after the answer: for frequent calls.
+    /// Soon after the answer, for frequent calls.
     Soon,
 }
 
 impl RouteRule {
-    /// Without a token; not in the audit log.
+    /// For clients without a token. Not audited.
     pub(super) const fn open(action: &'static str) -> Self {
         Self { access: Access::Open, audit: AuditPolicy::Never, ..Self::admin(action) }
     }
@@ -95,22 +94,22 @@ impl RouteRule {
         }
     }
 
-    /// For admin tokens and tokens of the workspace; a call is a use of it.
+    /// For admin tokens and tokens of the workspace. A call extends the life of the workspace.
     pub(super) const fn workspace_use(action: &'static str) -> Self {
         Self { counts_as_use: true, ..Self::admin(action).on(Target::Workspace).for_bound_tokens() }
     }
 
-    /// `{id}` in the path names this.
+    /// Sets the kind of object that `{id}` in the path names.
     pub(super) const fn on(self, target: Target) -> Self {
         Self { target, needs_sandboxes: true, ..self }
     }
 
-    /// Tokens that are bound to the target may call, too.
+    /// Also allows tokens that are bound to the target.
     pub(super) const fn for_bound_tokens(self) -> Self {
         Self { access: Access::Bound, ..self }
     }
 
-    /// The route is there only while workspaces are turned on.
+    /// Restricts the route to servers on which workspaces are enabled.
     pub(super) const fn needs_sandboxes(self) -> Self {
         Self { needs_sandboxes: true, ..self }
     }
@@ -128,13 +127,13 @@ impl RouteRule {
         match (self.access, scope) {
             (Access::Open, _) | (_, TokenScope::Admin) => true,
             (Access::Bound, TokenScope::Workspace { workspace_id }) => target == Some(*workspace_id),
-            // No route takes tokens of projects and sessions yet.
+            // No route accepts tokens of projects or sessions yet.
             (Access::Admin | Access::Bound, _) => false,
         }
     }
 }
 
-/// The workspace or MCP server that a request is about, where its path names one that can be known.
+/// The id of the workspace or MCP server that a request's path names. None where the path names none, or one that is not known here.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TargetId(pub(super) Option<WorkspaceId>);
 
@@ -145,7 +144,7 @@ impl TargetId {
         Self(match (rule.target, id) {
             (Target::None, _) | (_, None) => None,
             (Target::Workspace | Target::AnyWorkspace, Some((_, id))) => id.parse().ok(),
-            (Target::McpServer, Some((_, id))) => id.parse().ok().or_else(|| app.mcp.known(id)),
+            (Target::McpServer, Some((_, id))) => id.parse().ok().or_else(|| app.mcp.supervised_id(id)),
         })
     }
 }
@@ -178,7 +177,7 @@ impl Routes {
         Self { app: app.cloned(), router, declared: Vec::new() }
     }
 
-    /// Adds a route that is in the API's description.
+    /// Adds a route that the description of the API lists.
     pub(super) fn add(mut self, rule: RouteRule, routes: UtoipaMethodRouter<App>) -> Self {
         let (schemas, paths, handlers) = routes;
         for (path, item) in &paths.paths {
@@ -188,7 +187,7 @@ impl Routes {
         Self { router: self.router.routes((schemas, paths, handlers)), ..self }
     }
 
-    /// Adds a GET route that is not in the API's description: for people, and for programs with a form of their own.
+    /// Adds a GET route that the description of the API does not list: a page, or the metrics.
     pub(super) fn add_page(mut self, rule: RouteRule, path: &str, handlers: MethodRouter<App>) -> Self {
         self.declared.push(declare(&Method::GET, path, rule));
         let handlers = self.guard(rule, handlers);
@@ -230,15 +229,15 @@ fn methods(item: &PathItem) -> impl Iterator<Item = Method> {
     methods.into_iter().filter_map(|(is_there, method)| is_there.then_some(method))
 }
 
-/// Refuses what the server is configured not to do, and changes of what belongs to a supervisor.
+/// Refuses calls while workspaces are disabled, and calls to workspaces of hosted MCP servers.
 async fn check_target(State((app, rule)): State<(App, RouteRule)>, request: Request, next: Next) -> Response {
     if rule.needs_sandboxes && !app.workspaces.context.settings.workspaces.enabled {
-        let message = "agent workspaces are turned off on this server (ENABLE_AGENT_WORKSPACES)";
+        let message = "agent workspaces are disabled on this server (ENABLE_AGENT_WORKSPACES)";
         return ApiError::new(ErrorCode::NotFound, message).into_response();
     }
     let target = request.extensions().get::<TargetId>().and_then(|target| target.0);
     if rule.target == Target::Workspace
-        && let Some(id) = target.filter(|id| app.mcp.hosts(*id))
+        && let Some(id) = target.filter(|id| app.mcp.supervises(*id))
     {
         return ApiError::from(WorkspaceError::IsMcpServer(id)).into_response();
     }
@@ -293,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn no_route_takes_a_token_of_a_project_or_a_session_yet() {
+    fn no_route_accepts_a_token_of_a_project_or_a_session_yet() {
         let own = WorkspaceId::generate();
         for scope in [
             TokenScope::Project { project_id: ProjectId::generate() },
@@ -304,11 +303,11 @@ mod tests {
     }
 
     #[test]
-    fn rules_fit_their_paths() {
+    fn rules_match_their_paths() {
         for DeclaredRoute { method, path, rule, .. } in declared_routes() {
             let on_target = rule.target != Target::None;
-            assert!(on_target || rule.access != Access::Bound, "{method} {path} is bound to nothing");
-            assert!(on_target || !rule.counts_as_use, "{method} {path} uses nothing");
+            assert!(on_target || rule.access != Access::Bound, "{method} {path}: bound tokens need a target");
+            assert!(on_target || !rule.counts_as_use, "{method} {path}: a use needs a target");
             let below = ["/api/v1/agent/workspaces/{id}", "/api/v1/mcp/servers/{id}"];
             assert_eq!(on_target, below.iter().any(|base| path.starts_with(base)), "{method} {path}");
             let below = ["/api/v1/agent/", "/api/v1/mcp/"];

@@ -1,4 +1,4 @@
-//! Snapshots: make, list, get, remove; workspaces made of them; and those in quarantine.
+//! Snapshots: create, list, get, delete; workspaces made from them; and the quarantine.
 
 use axum::Json;
 use axum::extract::{Extension, State};
@@ -15,14 +15,14 @@ use super::error::ApiError;
 use super::extract::{Body, Id, Params, page_limit};
 use super::idempotency::{self, Begun};
 use super::route::{RouteRule, Target};
-use super::workspaces::{finish, finish_create, prefers_async};
+use super::workspaces::{answer_creation, prefers_async, run_to_completion};
 use crate::caller::Caller;
 
 pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.snapshot").on(Target::Workspace);
 
 /// Copy a workspace's files.
 ///
-/// What runs in the workspace is paused meanwhile. The copy outlives the workspace.
+/// The workspace is paused for that time. The copy is kept when the workspace is destroyed.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/snapshot", tag = "snapshots",
     params(("id" = WorkspaceId, Path)), request_body = CreateSnapshot,
     responses((status = 201, body = Snapshot), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -32,7 +32,7 @@ pub(super) async fn create(
     Body(request): Body<CreateSnapshot>,
 ) -> Result<(StatusCode, Json<Snapshot>), ApiError> {
     let workspaces = app.workspaces.clone();
-    let snapshot = finish(async move { workspaces.snapshots.create(id, request).await }).await?;
+    let snapshot = run_to_completion(async move { workspaces.snapshots.create(id, request).await }).await?;
     Ok((StatusCode::CREATED, Json(snapshot)))
 }
 
@@ -52,7 +52,7 @@ pub(super) async fn restore(
     headers: HeaderMap,
     Body(request): Body<FromSnapshot>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
-    let at_once = prefers_async(&headers);
+    let is_async = prefers_async(&headers);
     let key =
         match idempotency::begin(&app, &caller.principal, &headers, "workspace.from_snapshot", &*request)
             .await?
@@ -60,20 +60,20 @@ pub(super) async fn restore(
             Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
             Begun::New(key) => key,
         };
-    let creation = app.workspaces.create.begin_from_snapshot(request, !at_once).await;
-    finish_create(&app, creation, at_once, key).await
+    let creation = app.workspaces.create.begin_from_snapshot(request, !is_async).await;
+    answer_creation(&app, creation, is_async, key).await
 }
 
-/// Which snapshots to list.
+/// The snapshots to list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ListParams {
-    /// Of this workspace.
+    /// Only snapshots of this workspace.
     workspace_id: Option<WorkspaceId>,
-    /// Where the last page ended.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
-    /// How many at most: 1 to 500, 100 unless given.
+    /// The size of the page: 1 to 500, 100 unless given.
     limit: Option<u32>,
 }
 
@@ -102,7 +102,7 @@ pub(super) async fn get(State(app): State<App>, Id(id): Id<SnapshotId>) -> Resul
     Ok(Json(app.workspaces.context.store.snapshot(id).await?.snapshot))
 }
 
-/// A snapshot is gone.
+/// A snapshot was removed.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct SnapshotDestroyed {
     /// Its id.
@@ -113,7 +113,7 @@ pub(super) struct SnapshotDestroyed {
 
 pub(super) const DELETE: RouteRule = RouteRule::admin("snapshot.delete").needs_sandboxes();
 
-/// Remove a snapshot. Workspaces that were made of it keep their files.
+/// Remove a snapshot. Workspaces that were made from it keep their files.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/snapshots/{id}", tag = "snapshots",
     params(("id" = SnapshotId, Path)),
     responses((status = 200, body = SnapshotDestroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -122,24 +122,24 @@ pub(super) async fn delete(
     Id(id): Id<SnapshotId>,
 ) -> Result<Json<SnapshotDestroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(async move { workspaces.snapshots.delete(id).await }).await?;
+    run_to_completion(async move { workspaces.snapshots.delete(id).await }).await?;
     Ok(Json(SnapshotDestroyed { id, destroyed: true }))
 }
 
-/// Which part of the quarantine to list.
+/// The page of the quarantine to list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct QuarantineParams {
-    /// Where the last page ended.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
-    /// How many at most: 1 to 500, 100 unless given.
+    /// The size of the page: 1 to 500, 100 unless given.
     limit: Option<u32>,
 }
 
 pub(super) const LIST_QUARANTINE: RouteRule = RouteRule::admin("quarantine.list").needs_sandboxes();
 
-/// List files in quarantine, newest first: disks and snapshots that were found without a record in the database.
+/// List files in quarantine, newest first: disks and snapshots that were found without a row in the database.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/quarantine", tag = "snapshots", params(QuarantineParams),
     responses((status = 200, body = SnapshotList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn list_quarantine(
@@ -153,7 +153,7 @@ pub(super) async fn list_quarantine(
 
 pub(super) const RESTORE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.restore").needs_sandboxes();
 
-/// Make an ordinary snapshot of files in quarantine. Then create a workspace of it.
+/// Turn files in quarantine into an ordinary snapshot, from which a workspace can be created.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/quarantine/{id}/restore", tag = "snapshots",
     params(("id" = SnapshotId, Path)),
     responses((status = 200, body = Snapshot), (status = "4XX", body = ErrorBody)))]
@@ -166,7 +166,7 @@ pub(super) async fn restore_quarantined(
 
 pub(super) const PURGE_QUARANTINED: RouteRule = RouteRule::admin("quarantine.purge").needs_sandboxes();
 
-/// Remove files in quarantine for good.
+/// Remove files in quarantine. They can't be restored after that.
 #[utoipa::path(delete, path = "/api/v1/agent/workspaces/quarantine/{id}", tag = "snapshots",
     params(("id" = SnapshotId, Path)),
     responses((status = 200, body = SnapshotDestroyed), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -175,6 +175,6 @@ pub(super) async fn purge_quarantined(
     Id(id): Id<SnapshotId>,
 ) -> Result<Json<SnapshotDestroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(async move { workspaces.quarantine.purge(id).await }).await?;
+    run_to_completion(async move { workspaces.quarantine.purge(id).await }).await?;
     Ok(Json(SnapshotDestroyed { id, destroyed: true }))
 }

@@ -10,7 +10,7 @@ use emergent_wire::ErrorDetail;
 use emergent_wire::error::ErrorBody;
 use futures_util::{Stream, StreamExt as _};
 
-/// Proxies must not take a quiet command for a dead connection.
+/// The interval of keep-alive comments, without which proxies close the connection of a silent command.
 pub(super) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
 /// Output of a command.
@@ -21,7 +21,7 @@ pub(super) enum OutputEvent {
     Answer(Vec<u8>),
 }
 
-/// Output until the answer. With an offset every event has the offset after it as its id.
+/// The events of a command. With an offset, the id of each event is the offset after it.
 pub(super) fn events(
     output: impl Stream<Item = Result<OutputEvent, ErrorDetail>> + Send + 'static,
     offset: Option<u64>,
@@ -39,7 +39,7 @@ struct Encoder {
 }
 
 impl Encoder {
-    /// The server-sent event. None where only a part of a character came.
+    /// The server-sent event. None while a character is incomplete.
     fn encode(&mut self, event: Result<OutputEvent, ErrorDetail>) -> Option<SseEvent> {
         let (name, text, length) = match event {
             Ok(OutputEvent::Stdout(bytes)) => ("stdout", self.stdout.push(&bytes), bytes.len()),
@@ -61,7 +61,7 @@ impl Encoder {
         }
         let data = serde_json::json!({ "text": text }).to_string();
         let event = SseEvent::default().event(name).data(data);
-        // A character that is not whole yet would be lost by resuming after this event.
+        // A client that resumes after this event would lose an incomplete character.
         let is_whole = self.stdout.is_whole() && self.stderr.is_whole();
         Some(match self.offset.filter(|_| is_whole) {
             Some(offset) => event.id(offset.to_string()),
@@ -70,7 +70,7 @@ impl Encoder {
     }
 }
 
-/// Bytes as text, across the borders of pieces.
+/// Decodes pieces of bytes as text. A character may be split between pieces.
 #[derive(Default)]
 struct Text {
     rest: Vec<u8>,
@@ -90,13 +90,13 @@ impl Text {
     }
 }
 
-/// How many bytes at the end are the beginning of a character.
+/// The number of bytes at the end that are the beginning of a character.
 fn incomplete(bytes: &[u8]) -> usize {
     let tail = &bytes[bytes.len().saturating_sub(4)..];
     match std::str::from_utf8(tail) {
         Err(error) if error.error_len().is_none() => tail.len() - error.valid_up_to(),
         Err(_) => {
-            // The tail may begin inside a character: look for one that begins and does not end.
+            // The tail may begin inside a character, so each possible beginning is tried.
             (1..tail.len().min(4))
                 .find(|length| {
                     let end = &tail[tail.len() - length..];

@@ -1,4 +1,4 @@
-//! Summaries of request bodies, and the slot in which a body leaves its summary for the layer that records the call.
+//! Summaries of request bodies for the audit log, and the slot that carries a summary to the layer that records the call.
 
 use std::sync::{Arc, OnceLock};
 
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn contents_and_secrets_are_not_kept() {
+    fn summaries_have_no_contents_and_no_secrets() {
         let bash = BashRequest {
             command: "deploy --key hunter2".into(),
             environment: [("KEY".to_owned(), "hunter2".to_owned())].into(),

@@ -16,7 +16,7 @@ use super::route::RouteRule;
 
 pub(super) const CREATE: RouteRule = RouteRule::admin("token.create");
 
-/// Make a token. Its secret is shown this once.
+/// Create a token. Its secret is shown only in this answer.
 #[utoipa::path(post, path = "/api/v1/tokens", tag = "access", request_body = CreateToken,
     responses((status = 201, body = CreatedToken), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn create(

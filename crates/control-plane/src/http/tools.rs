@@ -1,4 +1,4 @@
-//! The tools of a workspace under REST: one handler for all entries of the table (`tools/`).
+//! The tools of a workspace in the REST API: one handler for all entries of the table (`tools/`).
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use axum::extract::{Extension, Request, State};
 use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post;
+use emergent_wire::WorkspaceId;
 use emergent_wire::error::ErrorBody;
-use emergent_wire::{ErrorDetail, WorkspaceId};
 use futures_util::{Stream, StreamExt as _};
 use utoipa::ToSchema;
 use utoipa::openapi::path::{
@@ -45,7 +45,7 @@ pub(super) fn add_routes(routes: Routes, tools: &[Arc<ToolEntry>]) -> Routes {
 /// A tool's path with its description and its handler.
 fn route(tool: &Arc<ToolEntry>, name: &str, title: &str, notes: &str) -> UtoipaMethodRouter<App> {
     let answers = (tool.answers)();
-    let types = [Some(tool.request), Some(answers.finished), answers.begun].into_iter().flatten();
+    let types = [Some(tool.request), Some(answers.finished), answers.started].into_iter().flatten();
     let mut schemas: Vec<(String, RefOr<Schema>)> = Vec::new();
     for schema in types {
         schemas.push(((schema.name)(), (schema.schema)()));
@@ -57,8 +57,8 @@ fn route(tool: &Arc<ToolEntry>, name: &str, title: &str, notes: &str) -> UtoipaM
         .required(Required::True)
         .schema(Some(Ref::from_schema_name(WorkspaceId::name())));
     let mut responses = ResponsesBuilder::new().response("200", response(answers.finished));
-    if let Some(begun) = answers.begun {
-        responses = responses.response("202", response(begun));
+    if let Some(started) = answers.started {
+        responses = responses.response("202", response(started));
     }
     let error = TypeSchema::of::<ErrorBody>();
     let responses = responses.response("4XX", response(error)).response("5XX", response(error));
@@ -103,7 +103,7 @@ async fn call(
     request: Request,
 ) -> Result<Response, ApiError> {
     let headers = request.headers().clone();
-    // A body of unknown length may be large.
+    // A body of unknown length may be large, too.
     let may_be_large =
         tool.max_request_bytes > BODY_BYTES && length_of(&headers).is_none_or(|length| length > BODY_BYTES);
     let _permit = if may_be_large { Some(app.tools.large_file().await?) } else { None };
@@ -123,7 +123,7 @@ fn length_of(headers: &HeaderMap) -> Option<usize> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// Runs a call and answers in the form that the client asks for.
+/// Runs a call and answers in the form that the client accepts.
 async fn run(call: PreparedCall, headers: &HeaderMap) -> Response {
     let response = match call.streaming() {
         Streaming::CommandOutput if asks_for(headers, "text/event-stream") => events(call).await,
@@ -148,11 +148,11 @@ async fn events(call: PreparedCall) -> Result<Response, ToolError> {
             ToolEvent::Answer(answer) => OutputEvent::Answer(answer.to_json()?),
         })
     });
-    let output = output.map(|event| event.map_err(|error: ToolError| ErrorDetail::from(error)));
+    let output = output.map(|event| event.map_err(|error: ToolError| ApiError::from(error).0));
     Ok(stream::events(output, None))
 }
 
-/// The bytes of a file, as fast as the client reads them.
+/// The bytes of a file. They are read from the sandbox as fast as the client reads them.
 async fn bytes(call: PreparedCall) -> Result<Response, ToolError> {
     let mut output = Box::pin(unfold(call.start().await?));
     // The first piece is read before the response begins, so that an error has its status.

@@ -1,4 +1,4 @@
-//! The body of an answer that ends early when something else happens.
+//! The body of an answer that is cut off when a future completes.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -6,16 +6,19 @@ use std::task::{Context, Poll};
 
 use axum::body::Body;
 use hyper::body::{Body as HttpBody, Bytes, Frame, SizeHint};
+use tracing::Span;
 
-/// A body that ends with its own end or with a future's, whichever comes first.
+/// A body that ends with its own end or with a future's, whichever comes first. It is read within the span of its request, so that
+/// log lines of a stream carry the request's fields.
 pub(super) struct UntilEnded {
     body: Body,
     ended: Pin<Box<dyn Future<Output = ()> + Send>>,
+    span: Span,
 }
 
 impl UntilEnded {
     pub(super) fn new(body: Body, ended: Pin<Box<dyn Future<Output = ()> + Send>>) -> Self {
-        Self { body, ended }
+        Self { body, ended, span: Span::current() }
     }
 }
 
@@ -27,8 +30,10 @@ impl HttpBody for UntilEnded {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let span = self.span.clone();
+        let _entered = span.enter();
         if self.ended.as_mut().poll(context).is_ready() {
-            // Not the body's own end: a client that counts bytes must see that it was cut off.
+            // An error, so that the client does not take the body for complete.
             let cut_off = std::io::Error::other("the token can't be used any more");
             return Poll::Ready(Some(Err(axum::Error::new(cut_off))));
         }

@@ -1,7 +1,7 @@
-//! The address of a workspace's tools for MCP clients (Streamable HTTP): the same tools as at the other addresses.
+//! The address of a workspace's MCP server (Streamable HTTP), which offers the tools of the workspace.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use axum::extract::{Extension, Request, State};
@@ -10,24 +10,25 @@ use emergent_wire::error::ErrorBody;
 use emergent_wire::workspace::ContainerType;
 use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
 use emergent_workspace_mcp::{Call, Config, Hints, ToolContent, ToolDescription, ToolResult, WorkspaceMcp};
+use parking_lot::Mutex;
 
 use super::error::ApiError;
 use super::extract::Id;
 use super::route::{AuditPolicy, RouteRule};
-use super::{App, mcp_front};
+use super::{App, mcp_front, tool_schema};
 use crate::caller::Caller;
-use crate::tools::{Arguments, Effect, Output, Shown, ToolEntry, Tools, schema};
+use crate::tools::{Arguments, Effect, Output, Shown, ToolEntry, ToolError, Tools};
 use crate::workspace::WorkspaceError;
 
-/// The largest file that is sent raw to MCP clients, because it goes through a model's context or twice through its client's
-/// memory. REST sends larger ones.
+/// The largest file that MCP clients can read raw, because it passes through a model's context or twice through the client's
+/// memory. REST sends larger files.
 const MAX_RAW_BYTES: u64 = 4 << 20;
 
 /// The MCP servers of the workspaces that have MCP clients.
 #[derive(Clone)]
 pub(crate) struct WorkspaceMcps {
     servers: Arc<Mutex<HashMap<WorkspaceId, Arc<WorkspaceMcp<Caller>>>>>,
-    /// The tools of all of them, with their schemas.
+    /// The tools with their schemas, which are the same in all workspaces.
     described: Arc<[ToolDescription]>,
 }
 
@@ -37,20 +38,16 @@ impl WorkspaceMcps {
         Self { servers: Arc::default(), described }
     }
 
-    fn servers(&self) -> MutexGuard<'_, HashMap<WorkspaceId, Arc<WorkspaceMcp<Caller>>>> {
-        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends idle sessions, and removes servers without sessions and calls.
     pub(crate) fn sweep(&self) {
-        self.servers().retain(|_, server| {
+        self.servers.lock().retain(|_, server| {
             server.sweep();
             Arc::strong_count(server) > 1 || !server.is_idle()
         });
     }
 }
 
-/// All methods. The calls of tools in the messages have entries of their own in the audit log.
+/// The rule of all methods. Tool calls in the messages have audit entries of their own.
 pub(super) const MESSAGE: RouteRule = RouteRule::workspace_use("workspace.mcp").audited(AuditPolicy::Never);
 
 /// Send a message to a workspace's MCP server (Streamable HTTP).
@@ -106,7 +103,7 @@ async fn handle(
 
 /// The MCP server of a workspace. The first request makes it.
 async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp<Caller>>, ApiError> {
-    if let Some(server) = app.workspace_mcp.servers().get(&id) {
+    if let Some(server) = app.workspace_mcp.servers.lock().get(&id) {
         return Ok(Arc::clone(server));
     }
     let workspace = app.workspaces.context.store.workspace(id).await?;
@@ -116,7 +113,7 @@ async fn server_of(app: &App, id: WorkspaceId) -> Result<Arc<WorkspaceMcp<Caller
     let described = Arc::clone(&app.workspace_mcp.described);
     let tools = WorkspaceTools { id, tools: app.tools.clone(), described };
     let new = Arc::new(WorkspaceMcp::new(Arc::new(tools), Config::default()));
-    Ok(Arc::clone(app.workspace_mcp.servers().entry(id).or_insert(new)))
+    Ok(Arc::clone(app.workspace_mcp.servers.lock().entry(id).or_insert(new)))
 }
 
 /// The tools of one workspace for MCP clients.
@@ -132,7 +129,7 @@ fn describe(tool: &ToolEntry) -> ToolDescription {
         idempotent: matches!(tool.effect, Effect::ReadsFiles | Effect::ReplacesFile),
         open_world: tool.effect == Effect::Anything,
     };
-    let schemas = (schema::of_arguments(tool), schema::of_answer(tool));
+    let schemas = (tool_schema::of_arguments(tool), tool_schema::of_answer(tool));
     ToolDescription::new(tool.name, tool.title, tool.instructions, schemas, hints)
 }
 
@@ -150,13 +147,19 @@ impl emergent_workspace_mcp::Tools<Caller> for WorkspaceTools {
         let Some(tool) = self.tools.find(&call.name) else {
             return Err(ErrorDetail::new(ErrorCode::Internal, "the tool is not in the table"));
         };
+        self.run(tool, call).await.map_err(|error| ApiError::from(error).0)
+    }
+}
+
+impl WorkspaceTools {
+    async fn run(&self, tool: &ToolEntry, call: Call<Caller>) -> Result<ToolResult, ToolError> {
         let arguments = Arguments::Object(call.arguments);
-        let call_of_tool = self.tools.prepare(&call.caller, self.id, tool, arguments).await?;
+        let prepared = self.tools.prepare(&call.caller, self.id, tool, arguments).await?;
         let output = match call.output {
             Some(sink) => Output::Shown(Box::new(move |bytes| sink.write(bytes))),
             None => Output::InAnswer,
         };
-        let answer = call_of_tool.with_max_raw_bytes(MAX_RAW_BYTES).run(output).await?;
+        let answer = prepared.with_max_raw_bytes(MAX_RAW_BYTES).run(output).await?;
         let content = match answer.show() {
             Shown::Text(text) => ToolContent::Text(text),
             Shown::Image { data, media_type } => {
@@ -173,7 +176,7 @@ mod tests {
     use crate::tools::standard;
 
     #[test]
-    fn the_tools_are_described_as_checked_in() {
+    fn tool_descriptions_are_those_of_the_snapshot() {
         let tools: Vec<ToolDescription> = standard().iter().map(|tool| describe(tool)).collect();
         insta::assert_json_snapshot!("tools", serde_json::to_value(tools).unwrap());
     }

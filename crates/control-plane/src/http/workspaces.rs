@@ -1,4 +1,6 @@
-//! Workspaces: create, list, get, stop, resume, destroy; and the providers they run on.
+//! Workspaces: create, list, get, stop, resume, destroy, attach, detach; and the providers.
+
+use std::fmt::Display;
 
 use axum::Json;
 use axum::extract::{Extension, State};
@@ -12,6 +14,7 @@ use emergent_wire::workspace::{
 };
 use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
 use tracing::Instrument as _;
 use utoipa::{IntoParams, ToSchema};
 
@@ -27,9 +30,9 @@ pub(super) const CREATE: RouteRule = RouteRule::admin("workspace.create").needs_
 
 /// Create a workspace.
 ///
-/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`. A client that
-/// goes away before the answer leaves nothing behind: the workspace is destroyed; with the header `Idempotency-Key` it is kept,
-/// and the same request with the same key answers with it.
+/// Answers when the workspace is ready, or, with the header `Prefer: respond-async`, at once with status `creating`. If the client
+/// disconnects before the answer, the workspace is destroyed. With the header `Idempotency-Key` it is kept, and is the answer to the
+/// same request with the same key.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces", tag = "workspaces", request_body = CreateWorkspace,
     params(("Prefer" = Option<String>, Header, description = "`respond-async` to answer at once"),
         ("Idempotency-Key" = Option<String>, Header, description = "the same key and request make one workspace")),
@@ -41,14 +44,14 @@ pub(super) async fn create(
     headers: HeaderMap,
     Body(request): Body<CreateWorkspace>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
-    let at_once = prefers_async(&headers);
+    let is_async = prefers_async(&headers);
     let key =
         match idempotency::begin(&app, &caller.principal, &headers, "workspace.create", &*request).await? {
             Begun::Made(workspace) => return Ok((StatusCode::CREATED, Json(*workspace))),
             Begun::New(key) => key,
         };
-    let creation = app.workspaces.create.begin(request, !at_once).await;
-    finish_create(&app, creation, at_once, key).await
+    let creation = app.workspaces.create.begin(request, !is_async).await;
+    answer_creation(&app, creation, is_async, key).await
 }
 
 pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
@@ -56,11 +59,11 @@ pub(super) fn prefers_async(headers: &HeaderMap) -> bool {
     prefers.flat_map(|value| value.split(',')).any(|value| value.trim() == "respond-async")
 }
 
-/// Makes a workspace whose intent is written down.
-pub(super) async fn finish_create(
+/// Makes a workspace whose row is written, and answers with it. In asynchronous mode, answers with the row.
+pub(super) async fn answer_creation(
     app: &App,
     creation: Result<Creation, WorkspaceError>,
-    at_once: bool,
+    is_async: bool,
     key: Option<IdempotencyKey>,
 ) -> Result<(StatusCode, Json<Workspace>), ApiError> {
     let creation = match creation {
@@ -70,29 +73,29 @@ pub(super) async fn finish_create(
             return Err(error.into());
         }
     };
-    let begun = creation.workspace.clone();
-    let (answer, answered) = tokio::sync::oneshot::channel();
-    let (app, is_kept) = (app.clone(), at_once || key.is_some());
-    // In a task of its own, which goes on when the client goes away.
+    let row = creation.workspace.clone();
+    let (answer, answered) = oneshot::channel();
+    let (app, is_kept) = (app.clone(), is_async || key.is_some());
+    // A task of its own, which goes on when the client disconnects.
     let create = async move {
-        let made = app.workspaces.create.finish(creation).await;
+        let made = app.workspaces.create.provision(creation).await;
         match &made {
-            Ok(workspace) => idempotency::finish(&app, key, workspace.id).await,
+            Ok(workspace) => idempotency::complete(&app, key, workspace.id).await,
             Err(_) => idempotency::forget(&app, key).await,
         }
         if let Err(Ok(workspace)) = answer.send(made)
             && !is_kept
         {
             let id = workspace.id;
-            tracing::warn!(workspace = %id, "its client went away before the answer: it is destroyed");
+            tracing::warn!(workspace = %id, "the client disconnected before the answer: the workspace is destroyed");
             if let Err(error) = app.workspaces.lifecycle.destroy(id).await {
-                tracing::warn!(workspace = %id, %error, "a workspace that nobody knows of could not be destroyed");
+                tracing::warn!(workspace = %id, %error, "the workspace of a client that disconnected could not be destroyed");
             }
         }
     };
     tokio::spawn(create.in_current_span());
-    if at_once {
-        return Ok((StatusCode::ACCEPTED, Json(begun)));
+    if is_async {
+        return Ok((StatusCode::ACCEPTED, Json(row)));
     }
     let made = answered.await;
     let workspace =
@@ -100,22 +103,22 @@ pub(super) async fn finish_create(
     Ok((StatusCode::CREATED, Json(workspace)))
 }
 
-/// Which workspaces to list.
+/// The workspaces to list.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ListParams {
-    /// Of this kind.
+    /// Only workspaces of this kind.
     container_type: Option<ContainerType>,
-    /// On this provider.
+    /// Only workspaces on this provider.
     provider: Option<ProviderName>,
-    /// In this status.
+    /// Only workspaces with this status.
     status: Option<WorkspaceStatus>,
-    /// Of this session.
+    /// Only workspaces of this session.
     agent_session_id: Option<SessionId>,
-    /// Where the last page ended.
+    /// `next_cursor` of the page before.
     cursor: Option<String>,
-    /// How many at most: 1 to 500, 100 unless given.
+    /// The size of the page: 1 to 500, 100 unless given.
     limit: Option<u32>,
 }
 
@@ -153,7 +156,7 @@ pub(super) async fn get(
     Ok(Json(app.workspaces.get(id).await?))
 }
 
-/// A workspace is gone.
+/// A workspace was destroyed.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Destroyed {
     /// Its id.
@@ -173,13 +176,13 @@ pub(super) async fn destroy(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Destroyed>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(async move { workspaces.lifecycle.destroy(id).await }).await?;
+    run_to_completion(async move { workspaces.lifecycle.destroy(id).await }).await?;
     Ok(Json(Destroyed { id, destroyed: true }))
 }
 
 pub(super) const STOP: RouteRule = RouteRule::admin("workspace.stop").on(Target::Workspace);
 
-/// Stop a workspace; its files are kept.
+/// Stop a workspace. Its files are kept.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/stop", tag = "workspaces",
     params(("id" = WorkspaceId, Path)),
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
@@ -188,7 +191,7 @@ pub(super) async fn stop(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(async move { workspaces.lifecycle.stop(id).await }).await.map(Json)
+    run_to_completion(async move { workspaces.lifecycle.stop(id).await }).await.map(Json)
 }
 
 pub(super) const RESUME: RouteRule = RouteRule::admin("workspace.resume").on(Target::Workspace);
@@ -202,14 +205,14 @@ pub(super) async fn resume(
     Id(id): Id<WorkspaceId>,
 ) -> Result<Json<Workspace>, ApiError> {
     let workspaces = app.workspaces.clone();
-    finish(async move { workspaces.lifecycle.resume(id).await }).await.map(Json)
+    run_to_completion(async move { workspaces.lifecycle.resume(id).await }).await.map(Json)
 }
 
 pub(super) const ATTACH: RouteRule = RouteRule::admin("workspace.attach").on(Target::Workspace);
 
-/// Hold a workspace for oneself.
+/// Attach a holder to a workspace.
 ///
-/// Only one can: a second holder gets 409 with the name of the first. Attaching again as the same holder is success.
+/// A workspace has at most one holder: a second one gets 409 with the name of the first. Attaching the same holder again succeeds.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/attach", tag = "workspaces",
     params(("id" = WorkspaceId, Path)), request_body = AttachRequest,
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
@@ -225,7 +228,7 @@ pub(super) async fn attach(
 
 pub(super) const DETACH: RouteRule = RouteRule::admin("workspace.detach").on(Target::Workspace);
 
-/// Let a workspace go. One that nobody holds is let go all the same.
+/// Detach the holder of a workspace. Succeeds if there is none.
 #[utoipa::path(post, path = "/api/v1/agent/workspaces/{id}/detach", tag = "workspaces",
     params(("id" = WorkspaceId, Path)), request_body = DetachRequest,
     responses((status = 200, body = Workspace), (status = "4XX", body = ErrorBody)))]
@@ -241,26 +244,35 @@ pub(super) async fn detach(
     Ok(Json(app.workspaces.detach(id, holder).await?))
 }
 
-/// Runs a change in a task of its own, which goes on when the client goes away, and waits for its end.
-pub(super) async fn finish<T: Send + 'static, E: Into<ApiError> + Send + 'static>(
+/// Runs a change in a task of its own, which goes on when the client disconnects, and waits for its end.
+pub(super) async fn run_to_completion<T, E>(
     change: impl Future<Output = Result<T, E>> + Send + 'static,
-) -> Result<T, ApiError> {
-    let result = tokio::spawn(change.in_current_span())
-        .await
-        .map_err(|_| ApiError::new(ErrorCode::Internal, "the server failed; its log says more"))?;
-    result.map_err(Into::into)
+) -> Result<T, ApiError>
+where
+    T: Send + 'static,
+    E: Display + Into<ApiError> + Send + 'static,
+{
+    let (answer, answered) = oneshot::channel();
+    let run = async move {
+        if let Err(Err(error)) = answer.send(change.await) {
+            tracing::warn!(%error, "a change failed after its client had disconnected");
+        }
+    };
+    tokio::spawn(run.in_current_span());
+    let failed = |_| ApiError::new(ErrorCode::Internal, "the server failed; its log has more");
+    answered.await.map_err(failed)?.map_err(Into::into)
 }
 
-/// The providers of this server.
+/// All providers.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct ProviderList {
-    /// Each provider there is, also those that are turned off.
+    /// Each provider, including those that are disabled.
     providers: Vec<ProviderInfo>,
 }
 
 pub(super) const PROVIDERS: RouteRule = RouteRule::admin("providers").needs_sandboxes();
 
-/// List the sandbox providers and how they are doing.
+/// List the sandbox providers with their health.
 #[utoipa::path(get, path = "/api/v1/agent/workspaces/providers", tag = "workspaces",
     responses((status = 200, body = ProviderList), (status = "4XX", body = ErrorBody)))]
 pub(super) async fn providers(State(app): State<App>) -> Result<Json<ProviderList>, ApiError> {

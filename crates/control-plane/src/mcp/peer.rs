@@ -1,6 +1,6 @@
-//! Hosted servers behind the HTTP stack: bridges as its peers.
+//! Hosted servers on stdio as servers of the HTTP stack, and bridges as its peers.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -10,23 +10,24 @@ use emergent_mcp_protocol::envelope::{Members, Message, result_line};
 use emergent_mcp_protocol::version;
 use emergent_wire::TokenId;
 use emergent_wire::mcp::McpMode;
+use parking_lot::Mutex;
 use tokio::sync::{Notify, mpsc};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::McpHost;
-use super::front::note_failure;
-use super::hosted::Hosted;
+use super::call::request_check_after_timeout;
+use super::hosted::HostedServer;
 use crate::caller::Caller;
 
-/// Sessions of a server whose clients share its process.
+/// The limit on sessions of a server whose clients share its process.
 const MAX_SHARED_SESSIONS: usize = 1000;
-/// Sessions of a server with a process for each: as many as its sandbox runs at once, and some that are ending.
+/// The limit on sessions of a server with a process for each: those that its sandbox can run at once, and some that are ending.
 const MAX_PROCESSES: usize = 40;
-/// An idle session ends after this time,
+/// An idle session ends after this time.
 const IDLE_TIME: Duration = Duration::from_secs(30 * 60);
-/// and one with a process of its own earlier.
+/// An idle session with a process of its own ends after this time.
 const IDLE_TIME_WITH_PROCESS: Duration = Duration::from_secs(10 * 60);
-/// At the limit a new session may replace one that was idle for this time.
+/// At the limit, a new session may replace one that was idle for this time.
 const REPLACEABLE_AFTER: Duration = Duration::from_secs(60);
 /// A subscription lasts as long as its connection.
 const SUBSCRIPTION_TIME: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -40,7 +41,7 @@ pub(super) fn limits(mode: McpMode) -> Limits {
     Limits { sessions, session_idle, session_replaceable: REPLACEABLE_AFTER, ..Limits::default() }
 }
 
-/// A session belongs to the token that began it.
+/// A session belongs to the token that opened it.
 impl emergent_mcp_http::Caller for Caller {
     type Owner = TokenId;
 
@@ -49,30 +50,30 @@ impl emergent_mcp_http::Caller for Caller {
     }
 }
 
-/// A server on stdio, as the HTTP stack sees it.
-pub(crate) struct HostedServer<'a> {
+/// A server on stdio as the HTTP stack sees it.
+pub(crate) struct StdioServer<'a> {
     pub(crate) host: &'a McpHost,
-    pub(crate) hosted: &'a Arc<Hosted>,
+    pub(crate) server: &'a Arc<HostedServer>,
 }
 
 #[async_trait]
-impl Server<Caller> for HostedServer<'_> {
+impl Server<Caller> for StdioServer<'_> {
     async fn initialize(&self, message: &Message<'_>, _: &Caller) -> Result<Initialized<Caller>, PeerError> {
-        let hosted = self.hosted;
-        hosted.bridge.ready(hosted.timeout()).await.map_err(|error| peer_error(&error))?;
-        if !hosted.is_per_session() {
-            let answer = shared_answer(hosted, message);
+        let server = self.server;
+        server.bridge.ready(server.timeout()).await.map_err(|error| peer_error(&error))?;
+        if !server.is_per_session() {
+            let answer = shared_answer(server, message);
             let answer =
                 answer.ok_or_else(|| unavailable("the MCP server ended before it was initialized"))?;
-            return Ok(BridgePeer::join(hosted, hosted.bridge.clone(), None).into_session(answer));
+            return Ok(BridgePeer::join(server, server.bridge.clone(), None).into_session(answer));
         }
-        let started = self.host.start_side(hosted, Role::Exclusive).await;
-        let (bridge, process) = started.map_err(|error| unavailable(&error.message))?;
-        let joined = BridgePeer::join(hosted, bridge, Some(process));
+        let started = self.host.start_process(server, Role::Exclusive).await;
+        let (bridge, process) = started.map_err(|error| unavailable(&error.to_string()))?;
+        let joined = BridgePeer::join(server, bridge, Some(process));
         let peer = &joined.peer;
         let exchange = peer
             .bridge
-            .request(peer.client, message, hosted.timeout())
+            .request(peer.client, message, server.timeout())
             .await
             .map_err(|error| peer_error(&error))?;
         match answer_of(exchange).await? {
@@ -82,10 +83,10 @@ impl Server<Caller> for HostedServer<'_> {
     }
 
     async fn stateless(&self) -> Result<Option<Arc<dyn Peer<Caller>>>, PeerError> {
-        let modern = self.host.modern(self.hosted).await.map_err(|error| unavailable(&error.message))?;
+        let modern = self.host.modern(self.server).await.map_err(|error| unavailable(&error.to_string()))?;
         let bridge = modern.bridge().cloned();
-        let (timeout, doubted) = (self.hosted.timeout(), Arc::clone(&self.hosted.doubted));
-        let peer = |bridge| StatelessPeer { bridge, timeout, doubted };
+        let (timeout, check_requested) = (self.server.timeout(), Arc::clone(&self.server.check_requested));
+        let peer = |bridge| StatelessPeer { bridge, timeout, check_requested };
         Ok(bridge.map(|bridge| Arc::new(peer(bridge)) as Arc<dyn Peer<Caller>>))
     }
 }
@@ -105,7 +106,7 @@ fn peer_error(error: &BridgeError) -> PeerError {
     }
 }
 
-/// The answer to a request without the items before it.
+/// The answer to a request. The items before it are dropped.
 async fn answer_of(mut exchange: emergent_mcp_bridge::Exchange) -> Result<String, PeerError> {
     while let Some(item) = exchange.next().await {
         match item {
@@ -121,9 +122,9 @@ fn is_error(answer: &str) -> bool {
     Members::of(answer).is_some_and(|answer| answer.get("error").is_some())
 }
 
-/// The bridge's result of `initialize`, for one more client of a shared process.
-fn shared_answer(hosted: &Hosted, message: &Message<'_>) -> Option<String> {
-    let initialized = hosted.bridge.initialized()?;
+/// The answer to `initialize` of a client that shares the process: the bridge's own result.
+fn shared_answer(server: &HostedServer, message: &Message<'_>) -> Option<String> {
+    let initialized = server.bridge.initialized()?;
     let wanted = message.param("protocolVersion").and_then(|raw| serde_json::from_str::<String>(raw).ok());
     // A later version of the legacy era only adds to an earlier one, so the client gets the one it asked for.
     let agreed = wanted
@@ -136,12 +137,12 @@ fn shared_answer(hosted: &Hosted, message: &Message<'_>) -> Option<String> {
     Some(result_line(message.raw_id()?, &result))
 }
 
-/// One client's session on a bridge. It does not hold its server, which holds the sessions.
+/// One client's session on a bridge. It must not hold the server, because the server holds the sessions.
 struct BridgePeer {
     bridge: Bridge,
     client: ClientId,
     timeout: Duration,
-    doubted: Arc<Notify>,
+    check_requested: Arc<Notify>,
     has_process: bool,
     /// The task that follows the session's own process. The process ends with it.
     process: Mutex<Option<AbortOnDropHandle<()>>>,
@@ -154,12 +155,12 @@ struct Joined {
 }
 
 impl BridgePeer {
-    fn join(hosted: &Arc<Hosted>, bridge: Bridge, process: Option<AbortOnDropHandle<()>>) -> Joined {
+    fn join(server: &Arc<HostedServer>, bridge: Bridge, process: Option<AbortOnDropHandle<()>>) -> Joined {
         let (client, notifications) = bridge.join();
         let has_process = process.is_some();
-        let (timeout, doubted) = (hosted.timeout(), Arc::clone(&hosted.doubted));
+        let (timeout, check_requested) = (server.timeout(), Arc::clone(&server.check_requested));
         let process = Mutex::new(process);
-        let peer = Self { bridge, client, timeout, doubted, has_process, process };
+        let peer = Self { bridge, client, timeout, check_requested, has_process, process };
         Joined { peer, notifications }
     }
 }
@@ -174,11 +175,10 @@ impl Joined {
 #[async_trait]
 impl Peer<Caller> for BridgePeer {
     async fn request(&self, message: &Message<'_>, _: &Caller) -> Result<Box<dyn Exchange>, PeerError> {
-        let within = self.timeout;
-        self.bridge.ready(within).await.map_err(|error| peer_error(&error))?;
-        let exchange =
-            self.bridge.request(self.client, message, within).await.map_err(|error| peer_error(&error))?;
-        Ok(Box::new(BridgeExchange { exchange, doubted: Arc::clone(&self.doubted) }))
+        self.bridge.ready(self.timeout).await.map_err(|error| peer_error(&error))?;
+        let sent = self.bridge.request(self.client, message, self.timeout).await;
+        let exchange = sent.map_err(|error| peer_error(&error))?;
+        Ok(Box::new(BridgeExchange { exchange, check_requested: Arc::clone(&self.check_requested) }))
     }
 
     async fn notify(&self, message: &Message<'_>) {
@@ -197,7 +197,7 @@ impl Peer<Caller> for BridgePeer {
         self.bridge.leave(self.client);
         if self.has_process {
             self.bridge.close("the session has ended", false);
-            self.process.lock().unwrap_or_else(PoisonError::into_inner).take();
+            self.process.lock().take();
         }
     }
 }
@@ -206,18 +206,17 @@ impl Peer<Caller> for BridgePeer {
 struct StatelessPeer {
     bridge: Bridge,
     timeout: Duration,
-    doubted: Arc<Notify>,
+    check_requested: Arc<Notify>,
 }
 
 #[async_trait]
 impl Peer<Caller> for StatelessPeer {
     async fn request(&self, message: &Message<'_>, _: &Caller) -> Result<Box<dyn Exchange>, PeerError> {
         let is_subscription = message.method.as_deref() == Some("subscriptions/listen");
-        let within = if is_subscription { SUBSCRIPTION_TIME } else { self.timeout };
-        let client = self.bridge.visitor();
-        let exchange =
-            self.bridge.request(client, message, within).await.map_err(|error| peer_error(&error))?;
-        Ok(Box::new(BridgeExchange { exchange, doubted: Arc::clone(&self.doubted) }))
+        let time_limit = if is_subscription { SUBSCRIPTION_TIME } else { self.timeout };
+        let sent = self.bridge.request(self.bridge.visitor(), message, time_limit).await;
+        let exchange = sent.map_err(|error| peer_error(&error))?;
+        Ok(Box::new(BridgeExchange { exchange, check_requested: Arc::clone(&self.check_requested) }))
     }
 
     async fn notify(&self, _: &Message<'_>) {}
@@ -234,7 +233,7 @@ impl Peer<Caller> for StatelessPeer {
 /// A request in progress on a bridge.
 struct BridgeExchange {
     exchange: emergent_mcp_bridge::Exchange,
-    doubted: Arc<Notify>,
+    check_requested: Arc<Notify>,
 }
 
 #[async_trait]
@@ -246,7 +245,7 @@ impl Exchange for BridgeExchange {
             }
             emergent_mcp_bridge::Item::Answer(line) => Item::Answer(line),
             emergent_mcp_bridge::Item::Failed { error, line } => {
-                note_failure(&self.doubted, &error);
+                request_check_after_timeout(&self.check_requested, &error);
                 Item::Answer(line)
             }
             emergent_mcp_bridge::Item::Cancelled => Item::Cancelled,

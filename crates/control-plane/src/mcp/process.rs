@@ -1,4 +1,4 @@
-//! One life of a server's process: from its start in the sandbox until it ends, its output handed to whom it belongs.
+//! One process of a server, from its start in the sandbox to its end.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,55 +8,57 @@ use emergent_guest_client::{Call, CallError, Event, GuestClient};
 use emergent_guest_protocol::{GuestCall, ServeAnswer, ServeCall, ShutdownCall};
 use emergent_mcp_bridge::{Bridge, Outgoing};
 use emergent_providers::ImageProgram;
+use emergent_wire::ErrorCode;
 use emergent_wire::mcp::{McpConfig, McpExit};
 use emergent_wire::tools::WORKSPACE_DIR;
-use emergent_wire::{ErrorCode, ErrorDetail};
+use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
-use super::hosted::Hosted;
+use super::error::{McpError, Result};
+use super::hosted::HostedServer;
 
-/// What is written to a process at once, about.
+/// About as many bytes are written to a process at once.
 const BATCH_BYTES: usize = 64 * 1024;
-/// Lines of standard error that are shown with an end.
+/// The lines of standard error that are kept with the end of a process.
 const TAIL_LINES: usize = 20;
-/// How long ending processes may take beyond their grace.
-const BEYOND_GRACE: Duration = Duration::from_secs(8);
+/// The time that the agent has to end processes beyond their grace period.
+const SHUTDOWN_MARGIN: Duration = Duration::from_secs(8);
 
-/// Why a process is no more.
+/// How a process ended.
 #[derive(Clone, Debug)]
-pub(super) enum End {
-    /// It ended.
+pub(super) enum ProcessEnd {
     Exited(ServeAnswer),
-    /// It could not be started.
-    NotStarted(ErrorDetail),
-    /// The sandbox is gone, and it with it.
-    Lost(String),
+    /// It could not be started, for this reason.
+    NotStarted(String),
+    /// The sandbox, or the channel to it, was lost for this reason.
+    SandboxLost(String),
 }
 
-impl End {
-    /// Whether it ended by itself and without an error.
+impl ProcessEnd {
+    /// Whether it exited with code 0.
     pub(super) fn is_success(&self) -> bool {
-        matches!(self, End::Exited(answer) if answer.exit_code == Some(0))
+        matches!(self, Self::Exited(answer) if answer.exit_code == Some(0))
     }
 
-    /// In words.
+    /// The description for a person.
     pub(super) fn reason(&self) -> String {
         match self {
-            End::Exited(answer) if answer.oom_killed => "it ran out of memory and was ended".to_owned(),
-            End::Exited(ServeAnswer { exit_code: Some(code), .. }) => {
+            Self::Exited(answer) if answer.oom_killed => "it ran out of memory and was ended".to_owned(),
+            Self::Exited(ServeAnswer { exit_code: Some(code), .. }) => {
                 format!("it ended with exit code {code}")
             }
-            End::Exited(ServeAnswer { signal: Some(signal), .. }) => format!("it was ended by {signal}"),
-            End::Exited(_) => "it was ended".to_owned(),
-            End::NotStarted(error) => format!("it can't be started: {}", error.message),
-            End::Lost(why) => format!("its sandbox was lost: {why}"),
+            Self::Exited(ServeAnswer { signal: Some(signal), .. }) => format!("it was ended by {signal}"),
+            Self::Exited(_) => "it was ended".to_owned(),
+            Self::NotStarted(reason) => format!("it can't be started: {reason}"),
+            Self::SandboxLost(reason) => format!("its sandbox was lost: {reason}"),
         }
     }
 
-    /// For whoever asks how it is doing.
-    pub(super) fn exit(&self, hosted: &Hosted) -> McpExit {
+    /// The end as clients see it.
+    pub(super) fn exit(&self, server: &HostedServer) -> McpExit {
         let answer = match self {
-            End::Exited(answer) => answer.clone(),
-            _ => ServeAnswer::default(),
+            Self::Exited(answer) => answer.clone(),
+            Self::NotStarted(_) | Self::SandboxLost(_) => ServeAnswer::default(),
         };
         McpExit {
             at: Utc::now(),
@@ -64,21 +66,20 @@ impl End {
             signal: answer.signal,
             oom_killed: answer.oom_killed,
             reason: self.reason(),
-            stderr_tail: hosted.journal.tail(TAIL_LINES),
+            stderr_tail: server.journal.tail(TAIL_LINES),
         }
     }
 }
 
-/// What is to be run for a server.
-pub(super) fn program(config: &McpConfig, image: ImageProgram) -> Result<ServeCall, ErrorDetail> {
+/// The program of a server: that of its registration, else that of its image.
+pub(super) fn program(config: &McpConfig, image: ImageProgram) -> Result<ServeCall> {
     let command = match (&config.command, &config.args) {
         (command, _) if !command.is_empty() => command.clone(),
         (_, args) if !args.is_empty() => [image.entrypoint, args.clone()].concat(),
         _ => [image.entrypoint, image.arguments].concat(),
     };
     if command.is_empty() {
-        let message = "the image runs nothing by itself: register the server with a command";
-        return Err(ErrorDetail::new(ErrorCode::Unacceptable, message));
+        return Err(McpError::NoProgram);
     }
     let volumes = config.volumes.iter().map(|volume| volume.path.clone());
     Ok(ServeCall {
@@ -93,11 +94,12 @@ pub(super) fn program(config: &McpConfig, image: ImageProgram) -> Result<ServeCa
 /// A process that was started.
 pub(super) struct Process {
     call: Call,
-    writer: tokio::task::JoinHandle<()>,
+    /// The task that writes its input. None when it gets no input.
+    _writer: Option<AbortOnDropHandle<()>>,
 }
 
 impl Process {
-    /// Starts a process whose input is what comes out of a bridge.
+    /// Starts a process whose input is the output of a bridge.
     pub(super) async fn start(
         channel: &GuestClient,
         program: &ServeCall,
@@ -105,61 +107,59 @@ impl Process {
     ) -> Result<Self, CallError> {
         let call = channel.start(&GuestCall::Serve(program.clone())).await?;
         let input = call.input();
-        let writer = tokio::spawn(async move {
+        let writer = async move {
             while let Some(batch) = outgoing.next(BATCH_BYTES).await {
                 if input.send(&batch).await.is_err() {
                     return;
                 }
             }
-            // Nobody will write any more: many servers end by themselves then.
+            // Many servers exit at the end of their input.
             let _ = input.end().await;
-        });
-        Ok(Self { call, writer })
+        };
+        let writer = AbortOnDropHandle::new(tokio::spawn(writer.in_current_span()));
+        Ok(Self { call, _writer: Some(writer) })
     }
 
     /// Starts a process that gets no input.
-    pub(super) async fn start_alone(channel: &GuestClient, program: &ServeCall) -> Result<Self, CallError> {
+    pub(super) async fn start_without_input(
+        channel: &GuestClient,
+        program: &ServeCall,
+    ) -> Result<Self, CallError> {
         let call = channel.start(&GuestCall::Serve(program.clone())).await?;
-        Ok(Self { call, writer: tokio::spawn(std::future::ready(())) })
+        Ok(Self { call, _writer: None })
     }
 
-    /// Hands its output on until it ends.
-    pub(super) async fn follow(mut self, hosted: &Arc<Hosted>, bridge: Option<&Bridge>) -> End {
+    /// Passes its output to the bridge, and to the journal, until it ends. Without a bridge, all output goes to the journal.
+    pub(super) async fn follow(mut self, server: &Arc<HostedServer>, bridge: Option<&Bridge>) -> ProcessEnd {
         loop {
             match self.call.next().await {
                 Ok(Event::Stdout(bytes)) => match bridge {
                     Some(bridge) => bridge.receive(&bytes),
-                    None => hosted.journal.write(&bytes),
+                    None => server.journal.write(&bytes),
                 },
-                Ok(Event::Stderr(bytes)) => hosted.journal.write(&bytes),
+                Ok(Event::Stderr(bytes)) => server.journal.write(&bytes),
                 Ok(Event::Answer(answer)) => {
                     return match serde_json::from_slice(&answer) {
-                        Ok(answer) => End::Exited(answer),
-                        Err(error) => End::Lost(error.to_string()),
+                        Ok(answer) => ProcessEnd::Exited(answer),
+                        Err(error) => ProcessEnd::SandboxLost(error.to_string()),
                     };
                 }
                 Err(CallError::Failed(error)) if error.code == ErrorCode::Cancelled => {
-                    return End::Exited(ServeAnswer::default());
+                    return ProcessEnd::Exited(ServeAnswer::default());
                 }
-                Err(CallError::Failed(error)) => return End::NotStarted(error),
-                Err(error) => return End::Lost(error.to_string()),
+                Err(CallError::Failed(error)) => return ProcessEnd::NotStarted(error.message),
+                Err(error) => return ProcessEnd::SandboxLost(error.to_string()),
             }
         }
     }
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        self.writer.abort();
-    }
-}
-
-/// Ends every process of a sandbox: SIGTERM, this grace, SIGKILL. False when its agent does not answer.
+/// Ends all processes of a sandbox: SIGTERM, the grace period, SIGKILL. Returns false when the agent does not answer.
 pub(super) async fn end_all(channel: &GuestClient, grace: Duration) -> bool {
     let ended = async {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let call = channel.start(&GuestCall::Shutdown(ShutdownCall { grace_ms })).await.ok()?;
         call.answer::<serde_json::Value>().await.ok()
     };
-    tokio::time::timeout(grace + BEYOND_GRACE, ended).await.ok().flatten().is_some()
+    tokio::time::timeout(grace + SHUTDOWN_MARGIN, ended).await.ok().flatten().is_some()
 }

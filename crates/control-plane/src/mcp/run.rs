@@ -1,4 +1,4 @@
-//! One run of a server: from its sandbox, which is connected to or made anew, to the end of its process.
+//! One run of a server: connects to its sandbox, starts its process, and watches it until it ends.
 
 use std::time::{Duration, Instant};
 
@@ -12,140 +12,147 @@ use emergent_store::WorkspaceRecord;
 use emergent_wire::event::EventKind;
 use emergent_wire::mcp::McpStatus;
 use emergent_wire::workspace::WorkspaceStatus;
-use emergent_wire::{ErrorCode, ErrorDetail};
 
-use super::process::{self, End, Process};
+use super::error::{McpError, Result};
+use super::hosted::Transport;
+use super::process::{self, Process, ProcessEnd};
 use super::supervise::{RESTART_GRACE, Supervisor};
-use crate::errors::error_of;
-use crate::workspace::{OpenError, Opened, SandboxConnection, open_or_restart};
+use crate::workspace::{OpenError, Opened, SandboxConnection, WorkspaceError, open_or_restart};
 
-/// How long what a lost server left in a sandbox has after SIGTERM.
+/// The time after SIGTERM for processes that a lost server has left in the sandbox.
 const LEFTOVER_GRACE: Duration = Duration::from_secs(3);
-/// A server that was not heard of for so long is asked whether it is there.
-const ASK_AFTER: Duration = Duration::from_secs(30);
-/// How long it may take to answer.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
-/// A process that has not been initialized by then is called unresponsive; it may still become ready.
-const INITIALIZED_WITHIN: Duration = Duration::from_secs(30);
-/// How long it is waited at once for a server that is late to listen.
-const LISTENS_WITHIN: Duration = Duration::from_secs(600);
-/// For those that take for ever.
-const FOR_EVER: Duration = Duration::from_secs(365 * 24 * 3600);
+/// A process without output for this time is checked with a `ping`.
+const CHECK_AFTER_SILENCE: Duration = Duration::from_secs(30);
+/// The time to answer the `ping`.
+const PING_TIMEOUT: Duration = Duration::from_secs(10);
+/// A process that is not initialized, or does not listen, after this time is `unresponsive`. It may still become ready.
+const INITIALIZE_TIME: Duration = Duration::from_secs(30);
+/// The time of one wait for a server that does not listen yet.
+const LISTEN_TIME: Duration = Duration::from_secs(600);
+/// `initialize` has no time limit of its own.
+const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Why a run has ended.
-pub(super) enum Run {
-    /// The process is no more; when it was started.
-    Ended(End, Instant),
-    /// The sandbox can't be had.
-    NoSandbox(ErrorDetail),
+/// The outcome of a run.
+pub(super) enum RunOutcome {
+    /// The process, which was started at this time, has ended.
+    Ended(ProcessEnd, Instant),
+    /// The sandbox or the program could not be had.
+    NotStarted(McpError),
     /// Another server runs it.
     Elsewhere,
-    /// Its row is gone.
-    Gone,
+    /// It is being removed, or was removed.
+    Removed,
+}
+
+/// A sandbox and the program to start in it, or the reason why there is nothing to start.
+enum Prepared {
+    Ready(SandboxConnection, ServeCall),
+    Elsewhere,
+    Removed,
 }
 
 impl Supervisor {
     /// Runs the process once.
-    pub(super) async fn run_once(&self) -> Run {
-        let hosted = &self.hosted;
-        hosted.set_status(McpStatus::Starting);
+    pub(super) async fn run_once(&self) -> RunOutcome {
+        let server = &self.server;
+        server.set_status(McpStatus::Starting);
         let prepared = {
-            // Not all at once: starting a sandbox takes the host a while.
-            let _place = self.host.starts.acquire().await;
+            // Starting a sandbox loads the host.
+            let _permit = self.host.starts.acquire().await;
             self.prepare().await
         };
         let (connection, program) = match prepared {
-            Ok(Some(prepared)) => prepared,
-            Ok(None) => return Run::Elsewhere,
-            Err(error) if error.code == ErrorCode::NotFound => return Run::Gone,
-            Err(error) => return Run::NoSandbox(error),
+            Ok(Prepared::Ready(connection, program)) => (connection, program),
+            Ok(Prepared::Elsewhere) => return RunOutcome::Elsewhere,
+            Ok(Prepared::Removed) => return RunOutcome::Removed,
+            Err(error) if error.is_row_missing() => return RunOutcome::Removed,
+            Err(error) => return RunOutcome::NotStarted(error),
         };
         failpoint!("mcp.sandbox_reached");
-        hosted.set_program(&program);
+        server.set_program(&program);
         let started = Instant::now();
         let kills_before = self.oom_kills(&connection);
-        hosted.update(|state| {
+        server.update(|state| {
             state.started_at = Some(Utc::now());
             state.next_restart_at = None;
         });
-        let end = if !hosted.config.stdio_bridge {
-            self.run_http(&connection.channel, &program).await
-        } else if hosted.is_per_session() {
-            let _nobody_reads = hosted.bridge.open();
-            self.ready();
-            End::Lost(connection.channel.closed().await.to_string())
-        } else {
-            self.run_bridged(&connection.channel, &program).await
+        let end = match &server.transport {
+            Transport::Http { port, .. } => self.run_http(&connection.channel, &program, *port).await,
+            Transport::Stdio if server.is_per_session() => {
+                // The processes start on demand. Their bridges are their own.
+                let _unused = server.bridge.open();
+                self.note_ready();
+                ProcessEnd::SandboxLost(connection.channel.closed().await.to_string())
+            }
+            Transport::Stdio => self.run_bridged(&connection.channel, &program).await,
         };
         failpoint!("mcp.process_ended");
-        let mut end = self.explain(end).await;
+        let mut end = self.explain(&connection, end).await;
         if self.oom_kills(&connection) > kills_before {
-            if let End::Exited(answer) = &mut end {
-                // What the host has ended, only the host knows.
+            if let ProcessEnd::Exited(answer) = &mut end {
+                // The agent does not see kills by the host.
                 answer.oom_killed |= answer.exit_code != Some(0);
             }
-            // What gVisor starts in such a sandbox may end at once, or never.
+            // After a kill by the host, new processes in a gVisor sandbox may end at once, or never.
             self.stop().await;
         }
-        Run::Ended(end, started)
+        RunOutcome::Ended(end, started)
     }
 
     fn oom_kills(&self, connection: &SandboxConnection) -> u64 {
         let provider = self.host.workspaces.context.provider(connection.provider);
-        provider.map_or(0, |provider| provider.oom_kills(self.hosted.id))
+        provider.map_or(0, |provider| provider.oom_kills(self.server.id))
     }
 
-    /// Reaches the sandbox, and says what is to be run in it. None when another server does that.
-    async fn prepare(&self) -> Result<Option<(SandboxConnection, ServeCall)>, ErrorDetail> {
-        let (host, id) = (&self.host, self.hosted.id);
-        let workspaces = &host.workspaces;
-        let record = workspaces.context.store.workspace_record(id).await.map_err(error_of)?;
+    /// Connects to the sandbox and finds out which program is to run.
+    async fn prepare(&self) -> Result<Prepared> {
+        let (context, id) = (&self.host.workspaces.context, self.server.id);
+        let record = context.store.workspace_record(id).await?;
         if record.workspace.status == WorkspaceStatus::Destroying {
-            return Err(ErrorDetail::new(ErrorCode::NotFound, "it is being removed"));
+            return Ok(Prepared::Removed);
         }
         if record.workspace.status == WorkspaceStatus::Error {
-            // Only a row says so, and it is nobody's then.
-            let (from, to) = (&[WorkspaceStatus::Error], WorkspaceStatus::Ready);
-            workspaces.context.store.transition(id, from, to).await.map_err(error_of)?;
+            // The supervisor retries by itself, so the row need not say `error`.
+            context.store.transition(id, &[WorkspaceStatus::Error], WorkspaceStatus::Ready).await?;
         }
-        if record.owner != Some(workspaces.context.store.server())
-            && workspaces.context.take_over(&record).await.is_err()
-        {
-            return Ok(None);
+        if record.owner != Some(context.store.server()) {
+            match context.take_over(&record).await {
+                Ok(()) => {}
+                Err(WorkspaceError::ChangedElsewhere(_)) => return Ok(Prepared::Elsewhere),
+                Err(error) => return Err(error.into()),
+            }
         }
-        let live = workspaces.context.live(id);
+        let live = context.live(id);
         live.note_mcp_server();
         let _changing = live.changing.lock().await;
         let connection = match live.connection() {
             Some(connection) => connection,
             None => {
                 let connection = self.connect(&record).await?;
-                // What a server that was killed had started may still be ending.
+                // A server that was killed may have left processes.
                 process::end_all(&connection.channel, LEFTOVER_GRACE).await;
                 live.set_connection(connection.clone());
                 connection
             }
         };
-        let provider = workspaces.context.provider_of(&record)?;
-        let image = provider.image_program(&record.image).await?;
-        Ok(Some((connection, process::program(&self.hosted.config, image)?)))
+        let image = context.provider_of(&record)?.image_program(&record.image).await?;
+        Ok(Prepared::Ready(connection, process::program(&self.server.config, image)?))
     }
 
-    /// Opens a channel to the sandbox. One whose files are lost is made anew.
-    async fn connect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection, ErrorDetail> {
-        let workspaces = &self.host.workspaces;
-        let provider = workspaces.context.provider_of(record)?;
-        let spec = workspaces.context.spec_of(record).await?;
+    /// Opens a channel to the sandbox. A sandbox whose files are lost is recreated.
+    async fn connect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection> {
+        let context = &self.host.workspaces.context;
+        let provider = context.provider_of(record)?;
+        let spec = context.spec_of(record).await?;
         let channel = match open_or_restart(provider, &spec).await {
             Ok(Opened::Running(channel)) => channel,
             Ok(Opened::Restarted { sandbox, .. }) => sandbox.channel,
             Err(OpenError::NotRestarted { error: ProviderError::Gone(reason), .. }) => {
                 tracing::error!(
-                    mcp_server = self.hosted.name,
                     reason,
-                    "the container and its files were removed: both are made anew"
+                    "the container of an MCP server and its files were removed: both are recreated"
                 );
-                self.hosted.journal.note("the container and its files were removed: both are made anew");
+                self.server.journal.note("the container and its files were removed: both are recreated");
                 provider.create(&spec).await?.channel
             }
             Err(OpenError::NotOpened(error) | OpenError::NotRestarted { error, .. }) => {
@@ -155,134 +162,126 @@ impl Supervisor {
         Ok(SandboxConnection { channel, provider: provider.name() })
     }
 
-    /// A process on stdio that many clients share.
-    async fn run_bridged(&self, channel: &GuestClient, program: &ServeCall) -> End {
-        let bridge = &self.hosted.bridge;
+    /// Runs a process on stdio that all clients share.
+    async fn run_bridged(&self, channel: &GuestClient, program: &ServeCall) -> ProcessEnd {
+        let bridge = &self.server.bridge;
         let outgoing = bridge.open();
         let process = match Process::start(channel, program, outgoing).await {
             Ok(process) => process,
-            Err(error) => return End::Lost(error.to_string()),
+            Err(error) => return ProcessEnd::SandboxLost(error.to_string()),
         };
         failpoint!("mcp.process_started");
         tokio::select! {
-            end = process.follow(&self.hosted, Some(bridge)) => end,
-            refused = self.attend() => {
-                // It would be of no use to anybody; the next one may be.
+            end = process.follow(&self.server, Some(bridge)) => end,
+            refused = self.initialize_and_check() => {
+                // No client can use a process that is not initialized.
                 process::end_all(channel, RESTART_GRACE).await;
-                End::NotStarted(ErrorDetail::new(ErrorCode::Unacceptable, refused.to_string()))
+                ProcessEnd::NotStarted(refused.to_string())
             }
         }
     }
 
-    /// Initializes a process, then looks now and then whether it answers. Ends only when it can't be initialized.
-    async fn attend(&self) -> BridgeError {
-        let bridge = &self.hosted.bridge;
-        let initialized = bridge.initialize(env!("CARGO_PKG_VERSION"), FOR_EVER);
-        let mut initialized = std::pin::pin!(initialized);
-        let result = match tokio::time::timeout(INITIALIZED_WITHIN, &mut initialized).await {
+    /// Initializes the process, then checks now and then whether it answers. Returns only when it refuses `initialize`.
+    async fn initialize_and_check(&self) -> BridgeError {
+        let bridge = &self.server.bridge;
+        let mut initialized = std::pin::pin!(bridge.initialize(env!("CARGO_PKG_VERSION"), NO_LIMIT));
+        let result = match tokio::time::timeout(INITIALIZE_TIME, &mut initialized).await {
             Ok(result) => result,
             Err(_) => {
-                self.unresponsive("it has not answered initialize");
+                self.note_unresponsive("it has not answered initialize");
                 initialized.await
             }
         };
         match result {
-            Ok(_) => self.ready(),
+            Ok(_) => self.note_ready(),
             Err(refused @ BridgeError::Refused(_)) => return refused,
-            // It has ended meanwhile, and whoever follows it knows why.
+            // The process has ended. The task that follows its output knows the reason.
             Err(_) => std::future::pending().await,
         }
         loop {
             let silence = bridge.silence();
             tokio::select! {
-                () = self.hosted.doubted.notified() => {}
-                () = tokio::time::sleep(ASK_AFTER.saturating_sub(silence)) => {
-                    if bridge.silence() < ASK_AFTER {
+                () = self.server.check_requested.notified() => {}
+                () = tokio::time::sleep(CHECK_AFTER_SILENCE.saturating_sub(silence)) => {
+                    if bridge.silence() < CHECK_AFTER_SILENCE {
                         continue;
                     }
                 }
             }
-            if bridge.answers(ANSWERS_WITHIN).await {
-                if self.hosted.state().status == McpStatus::Unresponsive {
-                    self.ready();
-                }
-            } else {
-                self.unresponsive("it does not answer");
+            if !bridge.answers(PING_TIMEOUT).await {
+                self.note_unresponsive("it does not answer");
+            } else if self.server.state().status == McpStatus::Unresponsive {
+                self.note_ready();
             }
         }
     }
 
-    /// A process that speaks HTTP by itself.
-    async fn run_http(&self, channel: &GuestClient, program: &ServeCall) -> End {
-        let process = match Process::start_alone(channel, program).await {
+    /// Runs a process that speaks HTTP.
+    async fn run_http(&self, channel: &GuestClient, program: &ServeCall, port: u16) -> ProcessEnd {
+        let process = match Process::start_without_input(channel, program).await {
             Ok(process) => process,
-            Err(error) => return End::Lost(error.to_string()),
+            Err(error) => return ProcessEnd::SandboxLost(error.to_string()),
         };
-        let _nobody_reads = self.hosted.bridge.open();
-        let attend = async {
-            let port = self.hosted.config.port.unwrap_or_default();
-            let mut waits = INITIALIZED_WITHIN;
-            while !listens(channel, port, waits).await {
-                self.unresponsive(&format!("nobody listens on port {port}"));
-                waits = LISTENS_WITHIN;
+        let _unused = self.server.bridge.open();
+        let wait_until_ready = async {
+            let mut wait = INITIALIZE_TIME;
+            while !listens(channel, port, wait).await {
+                self.note_unresponsive(&format!("nothing listens on port {port}"));
+                wait = LISTEN_TIME;
             }
-            self.ready();
+            self.note_ready();
             std::future::pending::<std::convert::Infallible>().await
         };
         tokio::select! {
-            end = process.follow(&self.hosted, None) => end,
-            never = attend => match never {},
+            end = process.follow(&self.server, None) => end,
+            never = wait_until_ready => match never {},
         }
     }
 
-    fn ready(&self) {
-        let hosted = &self.hosted;
-        hosted.bridge.let_in();
-        let before = hosted.set_status(McpStatus::Ready);
-        hosted.update(|state| state.error = None);
+    fn note_ready(&self) {
+        let server = &self.server;
+        server.bridge.let_in();
+        let before = server.set_status(McpStatus::Ready);
+        server.update(|state| state.error = None);
         if before != McpStatus::Ready {
-            tracing::info!(mcp_server = hosted.name, id = %hosted.id, "an MCP server is ready");
-            self.host.workspaces.context.events.workspace(
-                EventKind::McpReady,
-                hosted.id,
-                format!("{} is ready", hosted.name),
-            );
+            tracing::info!("an MCP server is ready");
+            let message = format!("{} is ready", server.name);
+            self.host.workspaces.context.events.workspace(EventKind::McpReady, server.id, message);
         }
-        hosted.attempt_ended();
+        server.note_attempt();
     }
 
-    fn unresponsive(&self, why: &str) {
-        let hosted = &self.hosted;
-        if hosted.set_status(McpStatus::Unresponsive) != McpStatus::Unresponsive {
-            tracing::warn!(mcp_server = hosted.name, id = %hosted.id, why, "an MCP server does not answer");
+    fn note_unresponsive(&self, reason: &str) {
+        let server = &self.server;
+        if server.set_status(McpStatus::Unresponsive) != McpStatus::Unresponsive {
+            tracing::warn!(reason, "an MCP server does not answer");
             metrics::counter!("emergent_mcp_unresponsive_total").increment(1);
-            hosted.journal.note(format!("unresponsive: {why}"));
-            let message = format!("{}: {why}", hosted.name);
-            self.host.workspaces.context.events.workspace(EventKind::McpUnresponsive, hosted.id, message);
+            server.journal.note(format!("unresponsive: {reason}"));
+            let message = format!("{}: {reason}", server.name);
+            self.host.workspaces.context.events.workspace(EventKind::McpUnresponsive, server.id, message);
         }
-        hosted.attempt_ended();
+        server.note_attempt();
     }
 
-    /// What the sandbox's provider knows of a loss.
-    async fn explain(&self, end: End) -> End {
-        let End::Lost(why) = end else {
+    /// Replaces the reason of a loss by the one that the provider knows.
+    async fn explain(&self, connection: &SandboxConnection, end: ProcessEnd) -> ProcessEnd {
+        let ProcessEnd::SandboxLost(reason) = end else {
             return end;
         };
-        let workspaces = &self.host.workspaces;
-        let explained = async {
-            let record = workspaces.context.store.workspace_record(self.hosted.id).await.ok()?;
-            workspaces.context.provider_of(&record).ok()?.exit_reason(self.hosted.id).await
+        let known = match self.host.workspaces.context.provider(connection.provider) {
+            Ok(provider) => provider.exit_reason(self.server.id).await,
+            Err(_) => None,
         };
-        End::Lost(explained.await.map_or(why, |exit| exit.reason))
+        ProcessEnd::SandboxLost(known.map_or(reason, |exit| exit.reason))
     }
 }
 
-/// Whether somebody listens on a port of the sandbox, within this time.
+/// Whether a process listens on a port of the sandbox, within this time.
 async fn listens(channel: &GuestClient, port: u16, within: Duration) -> bool {
     let wait_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
     match channel.start(&GuestCall::Connect(ConnectCall { port, wait_ms, probe: true })).await {
         Ok(call) => call.answer::<serde_json::Value>().await.is_ok(),
-        // The channel is gone, and the process with it: that is for others to see.
+        // The channel is lost, and the process with it. The task that follows its output reports that.
         Err(_) => std::future::pending().await,
     }
 }

@@ -1,32 +1,30 @@
-//! A connection to the port of a server that speaks HTTP by itself, through the sandbox's channel: nobody but this server
-//! reaches it.
+//! Connections to servers that speak HTTP themselves. A connection goes through the sandbox's channel, so the server's port is
+//! reachable only from this process.
 
 use emergent_guest_client::Event;
 use emergent_guest_protocol::{ConnectCall, GuestCall};
-use emergent_wire::{ErrorCode, ErrorDetail};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tracing::Instrument as _;
 
 use super::McpHost;
-use super::front::{WAIT_FOR_START, refused};
-use super::hosted::Hosted;
+use super::call::WAIT_FOR_START;
+use super::error::{McpError, Result};
+use super::hosted::HostedServer;
 
-/// What is on its way in each direction.
+/// The bytes that each direction buffers.
 const BUFFER_BYTES: usize = 64 * 1024;
 
 impl McpHost {
-    /// A connection to the server's port.
-    pub(crate) async fn connect(&self, hosted: &Hosted) -> Result<DuplexStream, ErrorDetail> {
-        hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
-        let lost =
-            || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let connection = self.workspaces.context.live(hosted.id).connection().ok_or_else(lost)?;
-        let port = hosted.config.port.unwrap_or_default();
+    /// Opens a connection to a port in the server's sandbox.
+    pub(crate) async fn connect(&self, server: &HostedServer, port: u16) -> Result<DuplexStream> {
+        server.bridge.ready(WAIT_FOR_START).await.map_err(McpError::NotSent)?;
+        let connection = self.workspaces.context.live(server.id).connection().ok_or(McpError::Starting)?;
         let connect = ConnectCall { port, wait_ms: 0, probe: false };
         let mut call = connection.channel.start(&GuestCall::Connect(connect)).await?;
         let input = call.input();
         let (near, far) = tokio::io::duplex(BUFFER_BYTES);
         let (mut reader, mut writer) = tokio::io::split(far);
-        tokio::spawn(async move {
+        let copy = async move {
             let send = async {
                 let mut buffer = vec![0; BUFFER_BYTES];
                 while let Ok(length) = reader.read(&mut buffer).await {
@@ -44,9 +42,10 @@ impl McpHost {
                 }
                 let _ = writer.shutdown().await;
             };
-            // Whoever is done first: an HTTP server ends its side when it wants no more.
+            // Each direction ends by itself: an HTTP server may close its side first.
             tokio::join!(send, receive);
-        });
+        };
+        tokio::spawn(copy.in_current_span());
         Ok(near)
     }
 }

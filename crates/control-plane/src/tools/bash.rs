@@ -18,11 +18,11 @@ use super::text;
 use crate::summary::{Summarize, short, short_option};
 use crate::workspace::{GuestRequest, OutputLimit, TimeLimit};
 
-/// The time that a call has beyond the command's own: to be ended, and to be answered.
+/// The time that a call has beyond its command's: to end the processes, and to answer.
 pub(crate) const MARGIN: Duration = Duration::from_millis(TERMINATE_GRACE_MS + 15_000);
-/// The time in which a command in the background is started.
-const START_TIME: Duration = Duration::from_secs(120);
-/// The output of each stream that an answer can hold: two halves at their limit, and the note between them.
+/// The time limit for the start of a command in the background.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+/// The limit on the output of each stream in an answer: the head and the tail at their limits, and the note between them.
 pub(crate) const OUTPUT_BYTES: usize = 3 * MAX_STREAM_BYTES;
 
 impl Tool for BashRequest {
@@ -42,7 +42,7 @@ one `result`; with `background` it answers at once with an operation.";
             Output::Shown(_) => (true, true),
         };
         let time = self.effective_timeout_ms().filter(|_| !self.background);
-        let time = time.map_or(START_TIME, |time_ms| Duration::from_millis(time_ms) + MARGIN);
+        let time = time.map_or(START_TIMEOUT, |time_ms| Duration::from_millis(time_ms) + MARGIN);
         let call = BashCall { operation_id: OperationId::generate(), request: self.clone(), stream, collect };
         let time_limit = TimeLimit::Total(time);
         let mut running =
@@ -50,7 +50,7 @@ one `result`; with `background` it answers at once with an operation.";
         let answer = context.forward(&mut running, OutputLimit::command(OUTPUT_BYTES)).await?;
         if self.background {
             let started: OperationAnswer = answer.parse()?;
-            running.remember_operation(started.operation_id);
+            running.note_operation(started.operation_id);
             return Ok(BashOutcome::Started(started));
         }
         let mut ended: BashAnswer = answer.parse()?;
@@ -78,8 +78,8 @@ one `result`; with `background` it answers at once with an operation.";
     }
 
     fn answers() -> AnswerTypes {
-        let begun = Some(TypeSchema::of::<OperationAnswer>());
-        AnswerTypes { finished: TypeSchema::of::<BashAnswer>(), begun }
+        let started = Some(TypeSchema::of::<OperationAnswer>());
+        AnswerTypes { finished: TypeSchema::of::<BashAnswer>(), started }
     }
 }
 
@@ -96,8 +96,8 @@ impl Summarize for BashRequest {
     }
 }
 
-/// The longest time for which any call of git or bash in the foreground can last.
-pub(super) const LONGEST: Duration = Duration::from_millis(MAX_TIMEOUT_MS).saturating_add(MARGIN);
+/// The longest time of a call of git, and of bash in the foreground.
+pub(super) const MAX_CALL_TIME: Duration = Duration::from_millis(MAX_TIMEOUT_MS).saturating_add(MARGIN);
 
 const INSTRUCTIONS: &str = "\
 Run a command with bash and wait for its end: to build, test, install, run programs. To look at, find or change files \

@@ -1,4 +1,4 @@
-//! The one path of a tool call: authorise, read, run, audit, measure.
+//! The one path of a tool call: authorise, parse, run, audit, measure.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,22 +14,22 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tracing::Instrument as _;
 
 use super::error::ToolError;
 use super::table::{AnyRequest, Arguments, Streaming, ToolAnswer, ToolEntry};
 use crate::audit::Audit;
 use crate::caller::{Caller, Principal};
-use crate::errors::code_of_tool;
 use crate::workspace::{GuestRequest, OutputLimit, RunningCall, TimeLimit, Workspaces};
 
-/// Large files that are in memory at once, on their way in or out.
-const LARGE_FILES: usize = 4;
-/// How long a call waits to be one of them.
+/// The limit on large files that are in memory at once while they are transferred.
+const MAX_LARGE_FILES: usize = 4;
+/// The time that a call waits at this limit.
 const WAIT_FOR_LARGE_FILE: Duration = Duration::from_secs(30);
-/// The time that a tool has which only reads or changes files.
-const FILE_TOOL_TIME: Duration = Duration::from_secs(120);
+/// The time limit of tools that only read or change files.
+const FILE_TOOL_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// The tools, and what their calls need.
+/// The tools, and the parts of the server that their calls use.
 #[derive(Clone)]
 pub(crate) struct Tools {
     table: Arc<[Arc<ToolEntry>]>,
@@ -38,23 +38,23 @@ pub(crate) struct Tools {
     large_files: Arc<Semaphore>,
 }
 
-/// A function that shows output. It never waits.
+/// A function that shows output. It does not block.
 pub(crate) type ShowOutput = Box<dyn Fn(&[u8]) + Send + Sync>;
 
-/// Where the output of a call goes while the call runs.
+/// The destination of a call's output while the call runs.
 pub(crate) enum Output {
-    /// Nowhere: all of it is in the answer.
+    /// Only the answer.
     InAnswer,
-    /// To a receiver, as fast as it reads. The answer holds none.
+    /// A receiver, which limits the speed. The answer has no output.
     Streamed(mpsc::Sender<Piece>),
-    /// To a function. The answer holds it, too.
+    /// A function. The answer has the output, too.
     Shown(ShowOutput),
 }
 
-/// A piece of output on its way to a receiver.
+/// A piece of output for a receiver.
 #[derive(Debug)]
 pub(crate) enum Piece {
-    /// The agent has the call. Sent first, so that the receiver of a silent command knows.
+    /// The agent has the call. It is the first piece, also of a command without output.
     Started,
     Stdout(Bytes),
     Stderr(Bytes),
@@ -62,7 +62,7 @@ pub(crate) enum Piece {
 
 impl Tools {
     pub(crate) fn new(table: Vec<Arc<ToolEntry>>, workspaces: Arc<Workspaces>, audit: Audit) -> Self {
-        let large_files = Arc::new(Semaphore::new(LARGE_FILES));
+        let large_files = Arc::new(Semaphore::new(MAX_LARGE_FILES));
         Self { table: table.into(), workspaces, audit, large_files }
     }
 
@@ -79,12 +79,12 @@ impl Tools {
         match &principal.scope {
             TokenScope::Admin => true,
             TokenScope::Workspace { workspace_id } => *workspace_id == id,
-            // They get access with the sessions.
+            // No front accepts these tokens yet.
             TokenScope::Project { .. } | TokenScope::Session { .. } => false,
         }
     }
 
-    /// Waits until one more large file may be in memory.
+    /// A permit to hold one more large file in memory.
     pub(crate) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ToolError> {
         let permit = self.large_files.clone().acquire_owned();
         match tokio::time::timeout(WAIT_FOR_LARGE_FILE, permit).await {
@@ -93,7 +93,7 @@ impl Tools {
         }
     }
 
-    /// Authorises a call and reads its request. A call that is refused here is in the audit log, too.
+    /// Authorises a call and parses its request. A call that is refused here is audited, too.
     pub(crate) async fn prepare(
         &self,
         caller: &Caller,
@@ -102,7 +102,7 @@ impl Tools {
         arguments: Arguments<'_>,
     ) -> Result<PreparedCall, ToolError> {
         let mut record = CallRecord::begin(self.audit.clone(), caller.clone(), id, tool.name);
-        match self.read(&mut record, tool, arguments) {
+        match self.authorise_and_parse(&mut record, tool, arguments) {
             Ok(request) => {
                 let tools = self.clone();
                 Ok(PreparedCall { tools, request, record, max_raw_bytes: None })
@@ -114,7 +114,7 @@ impl Tools {
         }
     }
 
-    fn read(
+    fn authorise_and_parse(
         &self,
         record: &mut CallRecord,
         tool: &ToolEntry,
@@ -130,7 +130,7 @@ impl Tools {
     }
 }
 
-/// A call that may run.
+/// A call that is authorised, parsed and valid.
 pub(crate) struct PreparedCall {
     tools: Tools,
     request: Box<dyn AnyRequest>,
@@ -161,7 +161,7 @@ impl PreparedCall {
     }
 }
 
-/// What a tool gets to run with.
+/// The context in which a tool runs.
 pub(crate) struct ToolContext<'a> {
     tools: &'a Tools,
     caller: &'a Caller,
@@ -171,7 +171,7 @@ pub(crate) struct ToolContext<'a> {
 }
 
 impl ToolContext<'_> {
-    /// Refuses to write so many bytes on a host whose disk would be full then.
+    /// Fails if the host's disk would be full after so many more bytes.
     pub(super) fn refuse_without_room_for(&self, bytes: u64) -> Result<(), ToolError> {
         Ok(self.tools.workspaces.disk_space.refuse_without_room_for(bytes)?)
     }
@@ -184,45 +184,47 @@ impl ToolContext<'_> {
     pub(super) async fn start(&self, request: GuestRequest<'_>) -> Result<RunningCall, ToolError> {
         let running = self.tools.workspaces.calls.start(self.caller, self.id, request).await?;
         if let Output::Streamed(receiver) = &self.output {
-            // A receiver that is gone drops the call.
+            // A receiver that is closed drops the call.
             let _ = receiver.send(Piece::Started).await;
         }
         Ok(running)
     }
 
-    /// Sends a call to the agent whose answer is all it gives.
-    pub(super) async fn ask<T: DeserializeOwned>(&self, call: GuestCall) -> Result<T, ToolError> {
-        self.ask_within(call, FILE_TOOL_TIME).await
+    /// Sends a call without output to the agent and waits for the answer.
+    pub(super) async fn request<T: DeserializeOwned>(&self, call: GuestCall) -> Result<T, ToolError> {
+        self.request_within(call, FILE_TOOL_TIMEOUT).await
     }
 
-    pub(super) async fn ask_within<T: DeserializeOwned>(
+    /// The same with a time limit of its own.
+    pub(super) async fn request_within<T: DeserializeOwned>(
         &self,
         call: GuestCall,
-        limit: Duration,
+        time_limit: Duration,
     ) -> Result<T, ToolError> {
-        self.ask_with_input(call, None, limit).await
+        self.request_with_input(call, None, time_limit).await
     }
 
+    /// The same with input after the call.
     pub(super) async fn write<T: DeserializeOwned>(
         &self,
         call: GuestCall,
         input: &[u8],
     ) -> Result<T, ToolError> {
-        self.ask_with_input(call, Some(input), FILE_TOOL_TIME).await
+        self.request_with_input(call, Some(input), FILE_TOOL_TIMEOUT).await
     }
 
-    async fn ask_with_input<T: DeserializeOwned>(
+    async fn request_with_input<T: DeserializeOwned>(
         &self,
         call: GuestCall,
         input: Option<&[u8]>,
-        limit: Duration,
+        time_limit: Duration,
     ) -> Result<T, ToolError> {
-        let request = GuestRequest { call, input, time_limit: TimeLimit::Total(limit) };
+        let request = GuestRequest { call, input, time_limit: TimeLimit::Total(time_limit) };
         let mut running = self.start(request).await?;
         Ok(running.answer(OutputLimit::NONE).await?.parse()?)
     }
 
-    /// Sends the output of a call to its receiver until the answer comes.
+    /// Passes the output of a call to its destination until the answer comes.
     pub(super) async fn forward(
         &self,
         running: &mut RunningCall,
@@ -249,7 +251,7 @@ impl ToolContext<'_> {
     }
 }
 
-/// The entry of a call in the audit log and in the metrics. A record that is dropped says that the call was cancelled.
+/// Records a call in the audit log and the metrics. A record that is dropped before its end records a cancelled call.
 struct CallRecord {
     audit: Audit,
     caller: Caller,
@@ -267,9 +269,9 @@ impl CallRecord {
         Self { audit, caller, workspace_id, tool, at, begun, summary: Value::Null, is_written: false }
     }
 
-    /// Writes the entry. The caller gets its answer only after that.
+    /// Writes the entry. Calls are answered only after that.
     async fn end(mut self, failed: Option<&ToolError>) {
-        let entry = self.entry(failed.map(code_of_tool));
+        let entry = self.entry(failed.map(ToolError::code));
         let audit = self.audit.clone();
         drop(self);
         audit.record(entry).await;
@@ -310,7 +312,8 @@ impl Drop for CallRecord {
         let entry = self.entry(Some(ErrorCode::Cancelled));
         if let Ok(runtime) = Handle::try_current() {
             let audit = self.audit.clone();
-            runtime.spawn(async move { audit.record_soon(entry).await });
+            let record = async move { audit.record_soon(entry).await };
+            runtime.spawn(record.in_current_span());
         }
     }
 }

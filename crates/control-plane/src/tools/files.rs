@@ -22,8 +22,8 @@ use crate::workspace::{GuestRequest, OutputLimit, TimeLimit};
 
 /// The largest request of write: 64 MiB as JSON text or base64.
 const MAX_WRITE_REQUEST_BYTES: usize = 140 << 20;
-/// The time for each piece of a file that is sent to a client.
-const PIECE_TIME: Duration = Duration::from_secs(120);
+/// The time limit for each piece of a file that is sent to a client.
+const PIECE_TIMEOUT: Duration = Duration::from_secs(120);
 
 impl Tool for ReadRequest {
     const TITLE: &'static str = "Read a file or list a directory";
@@ -34,9 +34,9 @@ impl Tool for ReadRequest {
     async fn run(&self, context: &ToolContext<'_>) -> Result<ReadAnswer, ToolError> {
         let call = GuestCall::Read(self.clone());
         if !self.raw {
-            return context.ask(call).await;
+            return context.request(call).await;
         }
-        let time_limit = TimeLimit::EachPiece(PIECE_TIME);
+        let time_limit = TimeLimit::EachPiece(PIECE_TIMEOUT);
         let request = GuestRequest { call, input: None, time_limit };
         if let Output::Streamed(_) = context.output {
             let mut running = context.start(request).await?;
@@ -65,7 +65,7 @@ impl Tool for ReadRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<ReadAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<ReadAnswer>(), started: None }
     }
 }
 
@@ -75,7 +75,7 @@ impl Summarize for ReadRequest {
     }
 }
 
-/// The image formats that models can see, and the bytes that files of this format begin with.
+/// The image formats that models can see: the first bytes of their files, and their media types.
 const IMAGES: [(&[u8], &str); 4] = [
     (b"\x89PNG\r\n\x1A\n", "image/png"),
     (b"\xFF\xD8\xFF", "image/jpeg"),
@@ -83,7 +83,7 @@ const IMAGES: [(&[u8], &str); 4] = [
     (b"RIFF", "image/webp"),
 ];
 
-/// The exact bytes of a file as an image, as text, or, where a model could not use them, as a description.
+/// The bytes of a file as an image or as text. Bytes that a model can't use are described.
 fn show_raw(answer: &ReadAnswer) -> Shown {
     if let Some(media_type) = image_type(&answer.content) {
         return Shown::Image { data: answer.content.clone(), media_type };
@@ -135,7 +135,7 @@ impl Tool for WriteRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<WriteAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<WriteAnswer>(), started: None }
     }
 }
 
@@ -172,7 +172,7 @@ impl Tool for EditRequest {
 
     async fn run(&self, context: &ToolContext<'_>) -> Result<EditAnswer, ToolError> {
         context.refuse_without_room_for(0)?;
-        context.ask(GuestCall::Edit(self.clone())).await
+        context.request(GuestCall::Edit(self.clone())).await
     }
 
     fn show(&self, answer: &EditAnswer) -> Shown {
@@ -180,7 +180,7 @@ impl Tool for EditRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<EditAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<EditAnswer>(), started: None }
     }
 }
 

@@ -4,7 +4,7 @@ use emergent_guest_protocol::GuestCall;
 use emergent_wire::git::{GitAnswer, GitRequest};
 use serde_json::{Value, json};
 
-use super::bash::LONGEST;
+use super::bash::MAX_CALL_TIME;
 use super::call::ToolContext;
 use super::error::ToolError;
 use super::table::{AnswerTypes, Effect, Shown, Tool, TypeSchema};
@@ -17,7 +17,7 @@ impl Tool for GitRequest {
     const EFFECT: Effect = Effect::Anything;
 
     async fn run(&self, context: &ToolContext<'_>) -> Result<GitAnswer, ToolError> {
-        context.ask_within(GuestCall::Git(self.clone()), LONGEST).await
+        context.request_within(GuestCall::Git(self.clone()), MAX_CALL_TIME).await
     }
 
     fn show(&self, answer: &GitAnswer) -> Shown {
@@ -25,7 +25,7 @@ impl Tool for GitRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<GitAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<GitAnswer>(), started: None }
     }
 }
 

@@ -6,19 +6,18 @@
 //!  (other fronts) ─┘   authorise, parse, validate    run; audit and measure the end
 //! ```
 //!
-//! A tool is a request type that implements [`Tool`]: its texts, its effect, how it runs, and how its answer is shown to a model.
-//! **Adding a tool** is that type and one entry in [`standard`]. The REST path, the OpenAPI description, the MCP tool, the
-//! audit log and the metrics follow from the entry.
+//! A tool is a request type that implements [`Tool`]: its texts, its effect, how it runs, and how a model sees its answer.
+//! **To add a tool**, write that type and one entry in [`standard`]. The REST path, the OpenAPI description, the MCP tool, the audit
+//! entries and the metrics follow from the entry.
 //!
-//! Invariant: each call that reaches [`Tools::prepare`] has exactly one entry in the audit log, also when it is refused,
-//! fails, or is dropped because its client went away.
+//! Invariant: each call that reaches [`Tools::prepare`] has exactly one audit entry, also when it is refused, fails, or is dropped
+//! because its client disconnected.
 
 mod bash;
 mod call;
 mod error;
 mod files;
 mod git;
-pub(crate) mod schema;
 mod search;
 mod stream;
 mod table;

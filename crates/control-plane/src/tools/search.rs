@@ -16,7 +16,7 @@ impl Tool for GlobRequest {
     const EFFECT: Effect = Effect::ReadsFiles;
 
     async fn run(&self, context: &ToolContext<'_>) -> Result<GlobAnswer, ToolError> {
-        context.ask(GuestCall::Glob(self.clone())).await
+        context.request(GuestCall::Glob(self.clone())).await
     }
 
     fn show(&self, answer: &GlobAnswer) -> Shown {
@@ -24,7 +24,7 @@ impl Tool for GlobRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<GlobAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<GlobAnswer>(), started: None }
     }
 }
 
@@ -49,7 +49,7 @@ impl Tool for GrepRequest {
     const EFFECT: Effect = Effect::ReadsFiles;
 
     async fn run(&self, context: &ToolContext<'_>) -> Result<GrepAnswer, ToolError> {
-        context.ask(GuestCall::Grep(self.clone())).await
+        context.request(GuestCall::Grep(self.clone())).await
     }
 
     fn show(&self, answer: &GrepAnswer) -> Shown {
@@ -57,7 +57,7 @@ impl Tool for GrepRequest {
     }
 
     fn answers() -> AnswerTypes {
-        AnswerTypes { finished: TypeSchema::of::<GrepAnswer>(), begun: None }
+        AnswerTypes { finished: TypeSchema::of::<GrepAnswer>(), started: None }
     }
 }
 

@@ -16,21 +16,21 @@ pub(crate) enum ToolEvent {
     Answer(ToolAnswer),
 }
 
-/// A call that runs while its events are read: a slow reader slows it down. Dropping it cancels the call.
+/// A call that runs only while its events are read, so a slow reader slows it down. Dropping it cancels the call.
 pub(crate) struct RunningTool {
-    /// None once it has ended.
+    /// None after the call has ended.
     run: Option<BoxFuture<'static, Result<ToolAnswer, ToolError>>>,
     output: mpsc::Receiver<Piece>,
     result: Option<Result<ToolAnswer, ToolError>>,
 }
 
 impl PreparedCall {
-    /// Starts the call, and returns when the agent has it. An error before that moment is the error of this function.
+    /// Starts the call and waits until the agent has it. Returns the errors that come before that.
     pub(crate) async fn start(self) -> Result<RunningTool, ToolError> {
         let (sender, output) = mpsc::channel(1);
         let run = Box::pin(self.run(Output::Streamed(sender)).in_current_span());
         let mut running = RunningTool { run: Some(run), output, result: None };
-        // The first piece says that the call has started.
+        // The first piece is `Started`.
         running.next_piece().await;
         match running.result {
             Some(Err(error)) => Err(error),
@@ -52,7 +52,7 @@ impl RunningTool {
         }
     }
 
-    /// Runs the call until it sends a piece. None when it has ended and all pieces were read.
+    /// Runs the call until it sends a piece. None after its end, when all pieces were read.
     async fn next_piece(&mut self) -> Option<Piece> {
         loop {
             let Some(run) = &mut self.run else { return self.output.recv().await };

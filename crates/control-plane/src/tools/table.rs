@@ -1,4 +1,4 @@
-//! The table of tools: [`Tool`] is what a tool defines, [`ToolEntry`] the same for code that handles any tool.
+//! The table of tools. [`Tool`] is the definition of one tool, [`ToolEntry`] the same definition for code that handles any tool.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use super::call::ToolContext;
 use super::error::ToolError;
 use crate::summary::Summarize;
 
-/// The largest request, unless the tool says otherwise.
+/// The limit on the size of a request, unless the tool defines another.
 pub(crate) const MAX_REQUEST_BYTES: usize = 5 << 20;
 
-/// The tools that every workspace has, in the order in which they are listed.
+/// The tools of all workspaces, in the order of the list.
 pub(crate) fn standard() -> Vec<Arc<ToolEntry>> {
     vec![
         ToolEntry::of::<BashRequest>(),
@@ -37,7 +37,7 @@ pub(crate) trait Tool: ToolRequest + Summarize + ToSchema + Send + Sync + 'stati
     const TITLE: &'static str;
     /// Notes in the description of the REST API, beside the title.
     const NOTES: &'static str = "";
-    /// Instructions for a model: facts that the schema can't express.
+    /// Instructions for a model: the facts that the schema can't express.
     const INSTRUCTIONS: &'static str;
     const EFFECT: Effect;
     /// A second name in REST paths.
@@ -55,25 +55,25 @@ pub(crate) trait Tool: ToolRequest + Summarize + ToSchema + Send + Sync + 'stati
         Streaming::None
     }
 
-    /// Whether the answer says only that the work has begun.
+    /// Whether the answer reports only that the work has started.
     fn is_asynchronous(&self) -> bool {
         false
     }
 
-    /// The types of the answers: of finished work, and of work that has begun (where the tool can answer so).
+    /// The types of the answers.
     fn answers() -> AnswerTypes;
 }
 
 /// The changes that a tool can make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// None.
+    /// It changes nothing.
     ReadsFiles,
-    /// It replaces a file. The same call again changes nothing.
+    /// It replaces a file. A repeated call changes nothing more.
     ReplacesFile,
     /// It changes a file.
     ChangesFile,
-    /// It changes anything in the workspace, and may send requests to the network.
+    /// It can change anything in the workspace, and send requests to the network.
     Anything,
 }
 
@@ -81,7 +81,7 @@ pub(crate) enum Effect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Streaming {
     None,
-    /// What a command prints.
+    /// The output of a command.
     CommandOutput,
     /// The bytes of a file.
     FileContent,
@@ -107,8 +107,10 @@ pub(crate) enum Arguments<'a> {
 
 /// The types of a tool's answers.
 pub(crate) struct AnswerTypes {
+    /// The answer after the work.
     pub(crate) finished: TypeSchema,
-    pub(crate) begun: Option<TypeSchema>,
+    /// The answer to an asynchronous call, where the tool has such calls.
+    pub(crate) started: Option<TypeSchema>,
 }
 
 /// The name and the schema of a type, for OpenAPI and JSON Schema.
@@ -157,7 +159,7 @@ impl ToolEntry {
         })
     }
 
-    /// Reads a request. Its ranges are not checked yet.
+    /// Parses a request. It is not validated yet.
     pub(super) fn parse(&self, arguments: Arguments<'_>) -> Result<Box<dyn AnyRequest>, ToolError> {
         (self.parse)(arguments)
     }
@@ -173,7 +175,7 @@ impl Arguments<'_> {
                 serde_path_to_error::deserialize(Value::Object(object)).map_err(|error| {
                     let reason = error.inner();
                     refuse(match error.path().to_string().as_str() {
-                        // A field that is missing or unknown is named by the reason itself.
+                        // The reason itself names a field that is missing or unknown.
                         "." | "?" => format!("the arguments can't be read: {reason}"),
                         path => format!("the argument '{path}' can't be read: {reason}"),
                     })
@@ -221,12 +223,12 @@ impl<T: Tool> AnyRequest for T {
 pub(crate) struct ToolAnswer(Box<dyn AnyAnswer>);
 
 impl ToolAnswer {
-    /// The body of an answer of the REST API.
+    /// The answer as JSON text.
     pub(crate) fn to_json(&self) -> Result<Vec<u8>, ToolError> {
         self.0.to_json().map_err(ToolError::Unwritable)
     }
 
-    /// The same as a value.
+    /// The answer as a JSON value.
     pub(crate) fn to_value(&self) -> Result<Value, ToolError> {
         self.0.to_value().map_err(ToolError::Unwritable)
     }
@@ -235,7 +237,7 @@ impl ToolAnswer {
         self.0.show()
     }
 
-    /// Whether it says only that the work has begun.
+    /// Whether it reports only that the work has started.
     pub(crate) fn is_asynchronous(&self) -> bool {
         self.0.is_asynchronous()
     }
@@ -286,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_that_does_not_fit_is_named() {
+    fn errors_name_the_field_that_can_not_be_read() {
         for (tool, arguments, named) in [
             ("bash", json!({}), "command"),
             ("bash", json!({"command": 5}), "'command'"),
@@ -305,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn each_tool_reads_its_own_requests() {
+    fn each_tool_parses_its_own_requests() {
         for (tool, arguments) in [
             ("bash", json!({"command": "ls"})),
             ("read", json!({"path": "a"})),

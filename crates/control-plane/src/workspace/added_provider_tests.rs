@@ -1,8 +1,8 @@
-//! A provider that is added by one entry of the table is placed, health-checked, reported and used for fallback.
+//! A provider that is added by one entry of the table is placed, checked, reported and used for fallback.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
@@ -16,10 +16,11 @@ use emergent_wire::workspace::{
     SecurityLevel, WorkspaceStatus,
 };
 use emergent_wire::{ErrorCode, SnapshotId, Valid, WorkspaceId};
+use parking_lot::Mutex;
 use tokio::io::{AsyncWriteExt as _, DuplexStream};
 use tokio::sync::Notify;
 
-use super::fallback_tests::{Failing, World};
+use super::fallback_tests::{FailingProvider, TestWorkspaces};
 
 /// The entry's facts. They differ from those of the standard entry with this name.
 const FACTS: ProviderFacts = ProviderFacts {
@@ -31,32 +32,32 @@ const FACTS: ProviderFacts = ProviderFacts {
     absence: Absence::NotConfigured("never absent"),
 };
 
-/// A sandbox: the guest's end of its channel.
-struct Fake {
+/// A sandbox: its id, and the guest's end of its channel.
+struct FakeSandbox {
     id: SandboxId,
     _guest: DuplexStream,
 }
 
-/// A provider in memory that gives its sandboxes ids of its own.
+/// A provider in memory, whose sandboxes have ids of its own.
 #[derive(Default)]
-struct Added {
-    sandboxes: Mutex<HashMap<WorkspaceId, Fake>>,
+struct InMemoryProvider {
+    sandboxes: Mutex<HashMap<WorkspaceId, FakeSandbox>>,
     checks: AtomicUsize,
     creations: AtomicUsize,
     problem: Mutex<Option<String>>,
-    /// A creation waits for it, where a test asks for that.
+    /// If set, a creation notifies the first and waits for the second.
     gate: Option<(Notify, Notify)>,
 }
 
-/// The only thing that the server needs to know of the provider.
-fn entry(provider: &Arc<Added>) -> ProviderEntry {
+/// The entry that adds the provider to the server.
+fn entry(provider: &Arc<InMemoryProvider>) -> ProviderEntry {
     let provider = Arc::clone(provider) as SharedProvider;
     ProviderEntry { facts: FACTS, open: Arc::new(move |_| Ok(Some(Arc::clone(&provider)))) }
 }
 
-impl Added {
+impl InMemoryProvider {
     fn find(&self, id: WorkspaceId) -> Result<SandboxId, ProviderError> {
-        let sandboxes = self.sandboxes.lock().unwrap();
+        let sandboxes = self.sandboxes.lock();
         let found = sandboxes.get(&id).ok_or_else(|| ProviderError::Gone(id.to_string()))?;
         Ok(found.id.clone())
     }
@@ -67,7 +68,7 @@ impl Added {
 }
 
 #[async_trait]
-impl WorkspaceProvider for Added {
+impl WorkspaceProvider for InMemoryProvider {
     fn name(&self) -> ProviderName {
         FACTS.name
     }
@@ -87,13 +88,13 @@ impl WorkspaceProvider for Added {
 
     async fn health(&self) -> Health {
         self.checks.fetch_add(1, Ordering::SeqCst);
-        Health { problem: self.problem.lock().unwrap().clone(), note: None, available: None, spares: 0 }
+        Health { problem: self.problem.lock().clone(), note: None, available: None, spares: 0 }
     }
 
     async fn create(&self, spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
         let number = self.creations.fetch_add(1, Ordering::SeqCst);
-        if let Some((begun, may_end)) = &self.gate {
-            begun.notify_one();
+        if let Some((started, may_end)) = &self.gate {
+            started.notify_one();
             may_end.notified().await;
         }
         let id = SandboxId::new(format!("sandbox-{number}"));
@@ -103,7 +104,7 @@ impl WorkspaceProvider for Added {
         guest.write_all(&Frame::message(Kind::Hello, 0, &hello).unwrap().to_bytes()).await.unwrap();
         let (reader, writer) = tokio::io::split(host);
         let channel = GuestClient::connect(reader, writer).await.unwrap();
-        self.sandboxes.lock().unwrap().insert(spec.id, Fake { id: id.clone(), _guest: guest });
+        self.sandboxes.lock().insert(spec.id, FakeSandbox { id: id.clone(), _guest: guest });
         let disk_quota = DiskQuota::Enforced;
         Ok(Sandbox { id, channel, disk_quota, warnings: Vec::new(), disk_was_repaired: false })
     }
@@ -125,12 +126,12 @@ impl WorkspaceProvider for Added {
     }
 
     async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError> {
-        self.sandboxes.lock().unwrap().remove(&id);
+        self.sandboxes.lock().remove(&id);
         Ok(())
     }
 
     async fn list(&self) -> Result<Vec<Observed>, ProviderError> {
-        let sandboxes = self.sandboxes.lock().unwrap();
+        let sandboxes = self.sandboxes.lock();
         Ok(sandboxes.keys().map(|id| Observed { id: *id, state: ObservedState::Running }).collect())
     }
 
@@ -189,68 +190,68 @@ impl WorkspaceProvider for Added {
 
 #[tokio::test]
 async fn an_added_provider_is_checked_reported_and_placed_by_its_facts() {
-    let added = Arc::new(Added::default());
-    let world = World::with_entries([entry(&added)], false).await;
+    let added = Arc::new(InMemoryProvider::default());
+    let test = TestWorkspaces::with_entries([entry(&added)], false).await;
     assert_eq!(added.checks.load(Ordering::SeqCst), 1);
-    let infos = world.workspaces.health.infos(&Default::default());
+    let infos = test.workspaces.health.infos(&Default::default());
     let info = infos.iter().find(|info| info.name == FACTS.name).unwrap();
     assert_eq!((info.status, &info.capabilities.requires), (ProviderStatus::Healthy, &FACTS.requires()));
-    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    let workspace = test.create(CreateWorkspace::default()).await.unwrap();
     assert_eq!(workspace.provider, Some(FACTS.name));
-    // The standard entry of this name is a microVM; this one is not.
+    // The standard entry of this name is a microVM, this one a container.
     let request = CreateWorkspace { security_level: Some(SecurityLevel::High), ..CreateWorkspace::default() };
-    assert_eq!(world.create(request).await.unwrap_err().code, ErrorCode::Unacceptable);
-    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+    assert_eq!(test.create(request).await.unwrap_err().code, ErrorCode::Unacceptable);
+    test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
     assert!(added.list().await.unwrap().is_empty());
 }
 
 #[tokio::test]
 async fn an_added_provider_takes_over_when_a_better_one_fails() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
-    let added = Arc::new(Added::default());
-    let world = World::with_entries([firecracker.entry(), entry(&added)], false).await;
-    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "KVM error");
+    let added = Arc::new(InMemoryProvider::default());
+    let test = TestWorkspaces::with_entries([firecracker.entry(), entry(&added)], false).await;
+    let workspace = test.create(CreateWorkspace::default()).await.unwrap();
     let placement = workspace.placement.unwrap();
     assert_eq!(placement.provider, FACTS.name);
     let failed = placement.rejected.iter().find(|one| one.provider == ProviderName::Firecracker);
     assert!(failed.is_some_and(|one| one.reason.contains("KVM error")), "{placement:?}");
-    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+    test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
 async fn an_unhealthy_added_provider_is_not_placed() {
-    let added = Arc::new(Added::default());
-    *added.problem.lock().unwrap() = Some("out of imagination".to_owned());
-    let world = World::with_entries([entry(&added)], false).await;
-    assert_eq!(world.status_of(FACTS.name), ProviderStatus::Unhealthy);
+    let added = Arc::new(InMemoryProvider::default());
+    *added.problem.lock() = Some("out of imagination".to_owned());
+    let test = TestWorkspaces::with_entries([entry(&added)], false).await;
+    assert_eq!(test.status_of(FACTS.name), ProviderStatus::Unhealthy);
     let request = CreateWorkspace { provider: Some(ProviderChoice::E2b), ..CreateWorkspace::default() };
-    let error = world.create(request).await.unwrap_err();
+    let error = test.create(request).await.unwrap_err();
     assert_eq!(error.code, ErrorCode::Unavailable);
     assert!(error.message.contains("out of imagination"), "{error:?}");
     assert_eq!(added.creations.load(Ordering::SeqCst), 0);
 }
 
-/// The intent is stored before the sandbox exists, and the sandbox's id when the provider has given it.
+/// The row is written before the sandbox is created. The sandbox's id is stored when the provider has returned it.
 #[tokio::test]
 async fn the_row_gets_the_id_that_create_returns() {
-    let added = Arc::new(Added { gate: Some(Default::default()), ..Added::default() });
-    let world = World::with_entries([entry(&added)], false).await;
+    let added = Arc::new(InMemoryProvider { gate: Some(Default::default()), ..InMemoryProvider::default() });
+    let test = TestWorkspaces::with_entries([entry(&added)], false).await;
     let request = Valid::new(CreateWorkspace::default()).unwrap();
-    let creation = world.workspaces.create.begin(request, true).await.unwrap();
+    let creation = test.workspaces.create.begin(request, true).await.unwrap();
     let id = creation.workspace.id;
     let finishing = tokio::spawn({
-        let workspaces = Arc::clone(&world.workspaces);
-        async move { workspaces.create.finish(creation).await }
+        let workspaces = Arc::clone(&test.workspaces);
+        async move { workspaces.create.provision(creation).await }
     });
-    let (begun, may_end) = added.gate.as_ref().unwrap();
-    begun.notified().await;
-    let row = world.workspaces.context.store.workspace(id).await.unwrap();
+    let (started, may_end) = added.gate.as_ref().unwrap();
+    started.notified().await;
+    let row = test.workspaces.context.store.workspace(id).await.unwrap();
     assert_eq!((row.status, row.provider), (WorkspaceStatus::Creating, Some(FACTS.name)));
     assert_eq!(row.provider_workspace_id, "");
     may_end.notify_one();
     let workspace = finishing.await.unwrap().unwrap();
     assert_eq!(workspace.provider_workspace_id, "sandbox-0");
-    let row = world.workspaces.context.store.workspace(id).await.unwrap();
+    let row = test.workspaces.context.store.workspace(id).await.unwrap();
     assert_eq!(row.provider_workspace_id, added.sandbox_id(id).await.unwrap().as_str());
-    world.workspaces.lifecycle.destroy(id).await.unwrap();
+    test.workspaces.lifecycle.destroy(id).await.unwrap();
 }

@@ -1,7 +1,6 @@
 //! Calls to the guest agent of a workspace.
 //!
-//! [`Calls::start`] sends a call; the [`RunningCall`] gives its output and its answer. Where the sandbox has ended, it is
-//! started again first.
+//! [`Calls::start`] sends a call, and [`RunningCall`] has its output and its answer. A sandbox that has ended is restarted first.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +13,13 @@ use emergent_wire::workspace::ProviderName;
 use emergent_wire::{OperationId, WorkspaceId};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
+use tracing::Instrument as _;
 
 use super::connections::Connections;
 use super::context::Context;
 use super::disk_space::DiskSpace;
 use super::error::{Result, WorkspaceError};
-use super::live::Busy;
+use super::live::CallGuard;
 use crate::caller::Caller;
 
 /// A call to the guest agent, before it is sent.
@@ -30,12 +30,12 @@ pub(crate) struct GuestRequest<'a> {
     pub(crate) time_limit: TimeLimit,
 }
 
-/// The time that the agent has. When it is over, the call is cancelled.
+/// The time limit of a call. The call is cancelled after it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum TimeLimit {
     /// From the start to the answer.
     Total(Duration),
-    /// For each piece of output, because the client decides how fast they are read.
+    /// For each piece of output, where the client decides how fast they are read.
     EachPiece(Duration),
     Unlimited,
 }
@@ -52,11 +52,11 @@ pub(crate) struct RunningCall {
     call: Call,
     target: CallTarget,
     calls: Arc<Calls>,
-    busy: Busy,
+    guard: CallGuard,
     time_limit: TimeLimit,
-    /// Of a call with a total limit.
+    /// For a call with a total limit.
     deadline: Instant,
-    /// Processes of the sandbox that the host had killed for want of memory when a command began.
+    /// The host's count of out-of-memory kills in the sandbox when a command began.
     oom_kills_before: u64,
 }
 
@@ -68,11 +68,11 @@ pub(crate) struct GuestAnswer {
     pub(crate) stderr: Vec<u8>,
 }
 
-/// The output of each stream that may come before an answer.
+/// The limit on the output of each stream before an answer.
 #[derive(Clone, Copy)]
 pub(crate) struct OutputLimit {
     bytes: u64,
-    /// Whether the client decides how much there is, by the file that it asks for.
+    /// Whether the output is a file that the client has chosen.
     is_file: bool,
 }
 
@@ -80,7 +80,7 @@ impl OutputLimit {
     /// The call has no output.
     pub(crate) const NONE: Self = Self { bytes: 0, is_file: false };
 
-    /// The agent limits the output of a command. More is a fault of the agent.
+    /// For the output of a command, which the agent limits. More output is a fault of the agent.
     pub(crate) const fn command(bytes: usize) -> Self {
         Self { bytes: bytes as u64, is_file: false }
     }
@@ -98,7 +98,7 @@ impl OutputLimit {
 }
 
 impl GuestAnswer {
-    /// An answer without output before it.
+    /// An answer without output.
     pub(crate) fn of(json: Bytes) -> Self {
         Self { json, stdout: Vec::new(), stderr: Vec::new() }
     }
@@ -135,17 +135,18 @@ impl Calls {
         id: WorkspaceId,
         request: GuestRequest<'_>,
     ) -> Result<RunningCall> {
-        let (live, mut connection, mut busy) = self.connections.connect(id).await?;
+        let (live, mut connection, mut guard) = self.connections.connect(id).await?;
         if caller.counts_as_use
             && let Some(used) = live.note_use(self.context.clock.now())
         {
             let context = Arc::clone(&self.context);
-            tokio::spawn(async move { context.write_use(id, Some(used)).await });
+            let write = async move { context.write_use(id, Some(used)).await };
+            tokio::spawn(write.in_current_span());
         }
         let call = match connection.channel.start(&request.call).await {
-            // The channel broke unnoticed: the call was not sent, so it can be sent again.
+            // The channel was lost before. The call was not sent, so it can be sent again.
             Err(CallError::Lost(_)) => {
-                (_, connection, busy) = self.connections.connect(id).await?;
+                (_, connection, guard) = self.connections.connect(id).await?;
                 connection.channel.start(&request.call).await?
             }
             call => call?,
@@ -157,7 +158,7 @@ impl Calls {
             call,
             target,
             calls: Arc::clone(self),
-            busy,
+            guard,
             time_limit: request.time_limit,
             deadline: request.time_limit.deadline(),
             oom_kills_before: if is_command { self.oom_kills(target) } else { 0 },
@@ -168,13 +169,13 @@ impl Calls {
         Ok(running)
     }
 
-    /// The agent ends commands in time by itself. When it did not, and does not answer another call either, it has stopped:
-    /// its channel is closed, and the next call starts the sandbox again.
+    /// Closes the channel of an agent that does not answer at all, after a call that had no answer in time. (The agent itself ends
+    /// commands in time.) The next call restarts the sandbox.
     async fn close_if_silent(&self, id: WorkspaceId) {
         let Some(connection) = self.context.live(id).connection() else {
             return;
         };
-        if super::usage::ask(&connection.channel).await.is_none() {
+        if super::usage::read(&connection.channel).await.is_none() {
             tracing::warn!(workspace = %id, "the agent does not answer: its channel is closed");
             connection.channel.close();
         }
@@ -191,19 +192,19 @@ impl TimeLimit {
 }
 
 impl RunningCall {
-    /// Completes the answer of a command with what only the host knows: whether memory or disk ran out.
+    /// Adds to the answer of a command whether the host ran out of memory or disk space, which the agent can't see.
     pub(crate) fn complete_command(&self, answer: &mut BashAnswer) {
-        self.calls.judge_command(self.target, self.busy.live(), self.oom_kills_before, answer);
+        self.calls.complete_command(self.target, self.guard.live(), self.oom_kills_before, answer);
     }
 
     /// The same for a command in the background.
     pub(crate) fn complete_operation(&self, answer: &mut OperationAnswer) {
-        self.calls.judge_operation(self.target, self.busy.live(), answer);
+        self.calls.complete_operation(self.target, self.guard.live(), answer);
     }
 
     /// Notes that this call has started a command in the background.
-    pub(crate) fn remember_operation(&self, id: OperationId) {
-        self.busy.live().remember_operation(id, self.oom_kills_before);
+    pub(crate) fn note_operation(&self, id: OperationId) {
+        self.guard.live().note_operation(id, self.oom_kills_before);
     }
 
     async fn send_input(&self, input: &[u8]) -> Result<()> {
@@ -225,7 +226,7 @@ impl RunningCall {
         self.explain(next).await
     }
 
-    /// Waits for the answer and keeps the output that comes before it.
+    /// Waits for the answer. Collects the output before it.
     pub(crate) async fn answer(&mut self, limit: OutputLimit) -> Result<GuestAnswer> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         loop {
@@ -241,7 +242,7 @@ impl RunningCall {
         }
     }
 
-    /// Adds to an error what the host knows of it. Without a result the time limit is over.
+    /// Adds the host's knowledge to an error. None as a result means that the time limit is over.
     async fn explain<T>(&self, result: Option<Result<T, CallError>>) -> Result<T> {
         let Some(result) = result else {
             self.calls.close_if_silent(self.target.id).await;

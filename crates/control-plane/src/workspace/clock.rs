@@ -1,13 +1,13 @@
-//! The clock of workspaces' lives.
+//! The clock that expiry and idle times are measured with.
 
 use std::time::Instant;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
-/// The time of day at the server's start, plus the time since then. Setting the host's clock while the server runs neither ends
+/// The time of day at the server's start, plus the monotonic time since then. So a change of the host's clock neither expires
 /// workspaces early nor keeps them for ever.
 ///
-/// In debug builds a test can move it: `EMERGENT_CLOCK_OFFSET` names a file with seconds to add.
+/// In debug builds a test can move it: `EMERGENT_CLOCK_OFFSET` names a file with a number of seconds to add.
 pub(crate) struct Clock {
     began: DateTime<Utc>,
     since: Instant,

@@ -1,23 +1,22 @@
-//! Channels to sandboxes: opened for the first call, and again after the sandbox or the server has ended.
+//! Opens channels to sandboxes: for the first call, and again after the sandbox or the server has ended.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_guest_client::{CallError, GuestClient};
 use emergent_providers::{ProviderError, Sandbox, SandboxExit, SandboxSpec, SharedProvider};
-use emergent_store::WorkspaceRecord;
+use emergent_store::{StoreError, WorkspaceRecord};
 use emergent_wire::WorkspaceId;
-use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{ProviderName, WorkspaceStatus};
 
 use super::context::Context;
-use super::disk_guard::tell_if_mended;
+use super::disk_guard::report_disk_repair;
 use super::error::{Result, SandboxLost, WorkspaceError};
-use super::live::{Busy, Live, SandboxConnection};
+use super::live::{CallGuard, LiveWorkspace, SandboxConnection};
 use super::{old_clones, usage};
 
-/// The time to open a channel that can be done without.
-const OPEN_TIME: Duration = Duration::from_secs(5);
+/// The time limit to open a channel that is not indispensable.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Opens channels to sandboxes.
 pub(crate) struct Connections {
@@ -29,46 +28,54 @@ impl Connections {
         Arc::new(Self { context: Arc::clone(context) })
     }
 
-    /// Opens a channel to a sandbox, if the sandbox runs.
-    pub(super) async fn open_channel_of(&self, id: WorkspaceId) -> Option<GuestClient> {
-        let opened = async {
-            let record = self.context.store.workspace_record(id).await.ok()?;
-            let spec = SandboxSpec { configuration: None, ..self.context.spec_of(&record).await.ok()? };
-            self.context.provider_of(&record).ok()?.open_channel(&spec).await.ok()
+    /// Opens a channel to a sandbox. None if the workspace has no row, or its sandbox does not respond.
+    pub(super) async fn open_channel_of(&self, id: WorkspaceId) -> Result<Option<GuestClient>, StoreError> {
+        let record = match self.context.store.workspace_record(id).await {
+            Ok(record) => record,
+            Err(StoreError::NotFound { .. }) => return Ok(None),
+            Err(error) => return Err(error),
         };
-        tokio::time::timeout(OPEN_TIME, opened).await.ok().flatten()
+        let Ok(provider) = self.context.provider_of(&record) else {
+            return Ok(None);
+        };
+        let spec = self.context.spec_without_configuration(&record);
+        let opened = tokio::time::timeout(OPEN_TIMEOUT, provider.open_channel(&spec)).await;
+        Ok(opened.ok().and_then(Result::ok))
     }
 
-    /// Begins a call to a ready workspace. Opens its channel, and starts its sandbox again, where needed.
-    pub(super) async fn connect(&self, id: WorkspaceId) -> Result<(Arc<Live>, SandboxConnection, Busy)> {
+    /// Begins a call to a ready workspace. Where needed, opens its channel and restarts its sandbox.
+    pub(super) async fn connect(
+        &self,
+        id: WorkspaceId,
+    ) -> Result<(Arc<LiveWorkspace>, SandboxConnection, CallGuard)> {
         if let Some(live) = self.context.known_live(id)
-            && let Some((connection, busy)) = live.begin_call()
+            && let Some((connection, guard)) = live.begin_call()
         {
-            return Ok((live, connection, busy));
+            return Ok((live, connection, guard));
         }
-        // Before anything is remembered of an id that may be nobody's.
+        // The row is read first, because an id without a row must not get live state.
         self.context.ready_record(id).await?;
         let live = self.context.live(id);
         let _changing = live.changing.lock().await;
-        self.end_if_damaged(id, &live).await;
-        if let Some((connection, busy)) = live.begin_call() {
-            return Ok((Arc::clone(&live), connection, busy));
+        self.stop_if_damaged(id, &live).await;
+        if let Some((connection, guard)) = live.begin_call() {
+            return Ok((Arc::clone(&live), connection, guard));
         }
-        // Looked up again: its state may have changed while the call waited.
+        // The row is read again, because it may have changed while the call waited for the lock.
         let record = self.context.ready_record(id).await?;
         live.set_connection(self.reconnect(&record).await?);
         match live.begin_call() {
-            Some((connection, busy)) => Ok((Arc::clone(&live), connection, busy)),
+            Some((connection, guard)) => Ok((Arc::clone(&live), connection, guard)),
             None => Err(WorkspaceError::EndedAtStart),
         }
     }
 
     /// Connects to a workspace to find out whether it can be used.
-    pub(super) async fn examine(&self, id: WorkspaceId) -> Result<()> {
+    pub(super) async fn check(&self, id: WorkspaceId) -> Result<()> {
         self.connect(id).await.map(drop)
     }
 
-    /// Opens a channel to the sandbox of a workspace, and starts the sandbox again where it has ended.
+    /// Opens a channel to the sandbox of a workspace. A sandbox that has ended is restarted.
     async fn reconnect(&self, record: &WorkspaceRecord) -> Result<SandboxConnection> {
         let id = record.workspace.id;
         let spec = self.context.spec_of(record).await?;
@@ -76,7 +83,7 @@ impl Connections {
         let channel = match open_or_restart(provider, &spec).await {
             Ok(Opened::Running(channel)) => channel,
             Ok(Opened::Restarted { sandbox, reason }) => {
-                tell_if_mended(&self.context, id, &sandbox).await;
+                report_disk_repair(&self.context, id, &sandbox).await;
                 self.context.note_restart(id, format!("its sandbox had ended: {reason}")).await;
                 sandbox.channel
             }
@@ -92,19 +99,17 @@ impl Connections {
         Ok(SandboxConnection { channel, provider: provider.name() })
     }
 
-    /// Writes down that a sandbox can't be started again. The next call tries again.
+    /// Stores that a sandbox can't be restarted. The next call tries again.
     async fn note_failure(&self, id: WorkspaceId, reason: String, error: ProviderError) -> WorkspaceError {
         let is_temporary = matches!(error, ProviderError::Unavailable(_) | ProviderError::TimedOut { .. });
         let error = WorkspaceError::NotRestarted { reason, error };
         if !is_temporary {
-            let message = error.to_string();
-            let _ = self.context.store.set_error(id, &message).await;
-            self.context.events.workspace(EventKind::WorkspaceError, id, message);
+            self.context.report_error(id, error.to_string()).await;
         }
         error
     }
 
-    /// Adds to the error of a call what the server and the provider know of the end of its sandbox.
+    /// Replaces the error of a call whose sandbox has ended by the reason that the server or the provider knows.
     pub(super) async fn explain_loss(
         &self,
         id: WorkspaceId,
@@ -115,7 +120,7 @@ impl Connections {
         let Some(provider) = self.context.provider(provider).ok().filter(|_| is_lost) else {
             return error.into();
         };
-        if let Some(reason) = self.context.known_live(id).and_then(|live| live.last_end()) {
+        if let Some(reason) = self.context.known_live(id).and_then(|live| live.recent_end()) {
             return SandboxLost::EndedByServer(reason).into();
         }
         match provider.exit_reason(id).await {
@@ -126,38 +131,38 @@ impl Connections {
         }
     }
 
-    /// Ends a sandbox in which the host has killed a process, if nothing runs in it. The caller holds the lock of its changes.
-    async fn end_if_damaged(&self, id: WorkspaceId, live: &Live) {
+    /// Stops a sandbox in which the host has killed a process, if no command runs in it. The caller holds the lock of its changes.
+    async fn stop_if_damaged(&self, id: WorkspaceId, live: &LiveWorkspace) {
         let Some(connection) = live.take_damaged() else {
             return;
         };
-        let is_empty = usage::ask(&connection.channel).await.is_none_or(|usage| usage.processes == 0);
+        let is_empty = usage::read(&connection.channel).await.is_none_or(|usage| usage.processes == 0);
         if !is_empty {
             return;
         }
         let Ok(provider) = self.context.provider(connection.provider) else {
             return;
         };
-        tracing::warn!(workspace = %id, "the host has killed a process of the sandbox: it is started again");
+        tracing::warn!(workspace = %id, "the host has killed a process of the sandbox: the sandbox is restarted");
         live.close_to_calls();
         if let Err(error) = provider.stop(id).await {
-            tracing::warn!(workspace = %id, %error, "a damaged sandbox could not be ended");
+            tracing::warn!(workspace = %id, %error, "a damaged sandbox could not be stopped");
         }
     }
 }
 
-/// An opened channel to a sandbox.
+/// A channel to a sandbox.
 pub(crate) enum Opened {
     /// The sandbox was running.
     Running(GuestClient),
-    /// It had ended for this reason, and was started again.
+    /// The sandbox had ended for this reason, and was restarted.
     Restarted { sandbox: Sandbox, reason: String },
 }
 
-/// The sandbox can't be connected to.
+/// The error of opening a channel to a sandbox.
 pub(crate) enum OpenError {
     NotOpened(ProviderError),
-    /// It had ended for this reason, and can't be started again.
+    /// The sandbox had ended for this reason, and can't be restarted.
     NotRestarted {
         reason: String,
         error: ProviderError,
@@ -170,7 +175,7 @@ impl From<ProviderError> for OpenError {
     }
 }
 
-/// Opens a channel to a sandbox. One that has ended is started again; one that does not respond is killed first.
+/// Opens a channel to a sandbox. A sandbox that has ended is restarted. A sandbox that does not respond is killed and restarted.
 pub(crate) async fn open_or_restart(
     provider: &SharedProvider,
     spec: &SandboxSpec,
@@ -184,7 +189,7 @@ pub(crate) async fn open_or_restart(
         }
         Err(error) => return Err(error.into()),
     };
-    tracing::warn!(workspace = %spec.id, reason, "the sandbox had ended and is started again");
+    tracing::warn!(workspace = %spec.id, reason, "the sandbox had ended: it is restarted");
     metrics::counter!("emergent_sandbox_restarts_total").increment(1);
     match provider.resume(spec).await {
         Ok(sandbox) => Ok(Opened::Restarted { sandbox, reason }),

@@ -1,65 +1,67 @@
-//! Keeps short calls fast on a host whose CPUs are all busy: sandboxes that use much CPU time run at background priority.
+//! Keeps short calls fast while the host's CPUs are all busy: sandboxes that use much CPU time run at background priority.
 //!
-//! Each sandbox has a credit of CPU seconds. The credit grows with time and with each new call; CPU time that the sandbox uses
-//! is subtracted. While the host's CPUs are busy, a sandbox with a negative credit is in the background: it gets only CPU time
-//! that no other process wants. So a build, a fork bomb or an endless loop is in the background within a few seconds (the credit
-//! is bounded), and a workspace that only answers short calls is not. If all sandboxes are busy, all are in the background and share
-//! the CPUs equally. The credit grows in the background, too: a sandbox that gets no CPU time at all leaves the background after two
-//! seconds (later where many sandboxes are busy), so none starves.
+//! Each sandbox has a credit of CPU seconds. The credit grows with time and with each new call, and shrinks by the CPU time that the
+//! sandbox uses. While the host's CPUs are busy, a sandbox with a negative credit is in the background: it gets only CPU time
+//! that no other process uses. The credit is bounded, so a build, a fork bomb or an endless loop is in the background within a few
+//! seconds. A workspace with short calls is not. If all sandboxes are busy, all are in the background and share the CPUs equally. The
+//! credit also grows in the background: a sandbox without any CPU time leaves the background after two seconds (later if many
+//! sandboxes are busy), so none starves.
 //!
 //! While two or more sandboxes are in the background and another workspace is in use, those in the background also leave one
-//! CPU free ([`CpuGroup`] says why).
+//! CPU free (for the reason see [`CpuGroup`]).
 //!
-//! Sandboxes of hosted MCP servers are left out: their requests are not counted as calls, so a server under load would look like
-//! a busy loop. Their CPU limits bound them.
+//! Sandboxes of hosted MCP servers never go to the background: their requests are not counted as calls, so a server under load would
+//! look like a busy loop. Their CPU limits bound them.
 //!
-//! Credits are lost when the server ends. The priority is kept in the kernel's files, where the next server finds it.
+//! Credits are lost when the server ends. The priority is kept in the kernel's files, from which the next server reads it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use emergent_host::cpu_group::CpuGroup;
 use emergent_wire::WorkspaceId;
+use parking_lot::Mutex;
 
 use super::context::Context;
-use super::live::Live;
+use super::live::LiveWorkspace;
 
-/// How often the host's load is read, and while it is high, each sandbox's CPU time.
+/// The interval in which the host's load is read, and while it is high, the CPU time of each sandbox.
 pub(crate) const SAMPLE_EVERY: Duration = Duration::from_millis(250);
 /// The CPUs are busy when less than this part of their time is unused.
 const UNUSED_WHEN_BUSY: f64 = 0.1;
-/// They are no longer busy when the sandboxes use less than this part of what they may use …
+/// They are no longer busy when the sandboxes use less than this part of the CPUs that they may use, for [`CALM_FOR`].
 const USED_WHEN_CALM: f64 = 0.75;
-/// … for this long.
+/// See [`USED_WHEN_CALM`].
 const CALM_FOR: Duration = Duration::from_secs(2);
-/// CPUs that a sandbox may use for ever without being overdrawn, where only a few sandboxes use CPU time.
-const MOST_EARNED: f64 = 0.25;
-/// A sandbox counts among those that use CPU time from this many CPUs on; on gVisor an idle one uses less.
+/// The CPUs that a sandbox can use for ever with a positive credit, while only a few sandboxes use CPU time.
+const MAX_INCOME: f64 = 0.25;
+/// A sandbox that uses this many CPUs counts as active. On gVisor an idle sandbox uses less.
 const ACTIVE_FROM: f64 = 0.03;
-/// CPU seconds that each call adds to the account of its workspace: several times as many as a short command takes, and few enough
-/// that a sandbox whose calls all begin busy loops is soon overdrawn.
-const EARNED_BY_A_CALL: f64 = 0.1;
-/// What an account holds at first: a sandbox may start something.
+/// The CPU seconds that each call adds to the credit: several times those of a short command, and few enough that a sandbox whose
+/// calls all begin busy loops soon has a negative credit.
+const INCOME_PER_CALL: f64 = 0.1;
+/// The credit of a new sandbox, for the start of its processes.
 const FIRST_CREDIT: f64 = 0.5;
-/// What an account can hold at most.
-const MOST_SAVED: f64 = 5.0;
-/// How far it can be overdrawn: a sandbox that uses nothing is out of debt after two seconds, or later where many are busy.
-const MOST_OWED: f64 = 0.5;
-/// A workspace is in use for this long after its last call.
+/// The highest credit.
+const MAX_CREDIT: f64 = 5.0;
+/// The lowest credit is the negative of this: a sandbox that uses no CPU time has a positive credit again after two seconds, or later
+/// if many are busy.
+const MAX_DEBT: f64 = 0.5;
+/// A workspace counts as in use for this time after its last call.
 const IN_USE_FOR: Duration = Duration::from_secs(10);
 
 /// One reading of a sandbox.
 #[derive(Clone, Copy, Debug)]
 struct Sample {
     id: WorkspaceId,
-    /// All CPU time that it has ever used.
+    /// Its total CPU time.
     used: Duration,
-    /// Calls that were ever begun in it.
+    /// The number of all its calls.
     calls_begun: u64,
     /// Whether a call is in progress.
     has_call: bool,
-    /// Whether the kernel has it in the background: it matters for sandboxes that are new here.
+    /// Whether the kernel's files have it in the background. Used for sandboxes without an account.
     is_background: bool,
 }
 
@@ -67,7 +69,7 @@ struct Sample {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct HostTime {
     cpus: usize,
-    /// Ticks in which a CPU had nothing to do.
+    /// Ticks in which a CPU was idle.
     unused: u64,
     total: u64,
 }
@@ -83,16 +85,16 @@ struct Account {
     background: bool,
 }
 
-/// Which sandboxes shall run in the background.
+/// The priorities of all sandboxes.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Decision {
-    /// Sandboxes that shall be in the background; all others shall not.
+    /// The sandboxes in the background.
     background: Vec<WorkspaceId>,
-    /// Whether these leave one CPU free.
+    /// Whether they leave one CPU free.
     leave_one_cpu: bool,
 }
 
-/// The accounts of all sandboxes. Pure: time and readings are arguments.
+/// The accounts of all sandboxes. A pure state machine: time and readings are arguments.
 #[derive(Debug, Default)]
 struct Accounts {
     accounts: HashMap<WorkspaceId, Account>,
@@ -100,12 +102,12 @@ struct Accounts {
     host: HostTime,
     is_busy: bool,
     leave_one_cpu: bool,
-    /// Since when the sandboxes have used less than they may.
+    /// The time since which the sandboxes have used less than [`USED_WHEN_CALM`].
     calm_since: Option<Duration>,
 }
 
 impl Accounts {
-    /// Whether sandboxes need to be read: the host is busy, or some may be in the background. Else the accounts are dropped.
+    /// Whether sandboxes need to be read: the host is busy, or some may be in the background. Otherwise drops the accounts.
     fn needs_samples(&mut self, now: Duration, host: HostTime) -> bool {
         let is_first = self.host == HostTime::default();
         let needed = is_first || self.is_busy || self.is_saturated(host);
@@ -134,7 +136,7 @@ impl Accounts {
         self.accounts.retain(|id, _| samples.iter().any(|sample| sample.id == *id));
         let used: Vec<f64> = samples.iter().map(|sample| self.used_since(sample)).collect();
         self.settle(now, seconds, host.cpus, samples, &used);
-        self.note_load(now, is_saturated, host.cpus, used.iter().sum::<f64>() / seconds.max(f64::EPSILON));
+        self.update_load(now, is_saturated, host.cpus, used.iter().sum::<f64>() / seconds.max(f64::EPSILON));
         for account in self.accounts.values_mut() {
             account.background = self.is_busy && account.credit < 0.0;
         }
@@ -147,7 +149,7 @@ impl Accounts {
         Decision { background, leave_one_cpu: self.leave_one_cpu }
     }
 
-    /// CPU seconds that a sandbox has used since the last reading.
+    /// The CPU seconds that a sandbox has used since the last reading.
     fn used_since(&self, sample: &Sample) -> f64 {
         let before = self.accounts.get(&sample.id).map_or(sample.used, |account| account.used);
         sample.used.saturating_sub(before).as_secs_f64()
@@ -156,32 +158,32 @@ impl Accounts {
     fn settle(&mut self, now: Duration, seconds: f64, cpus: usize, samples: &[Sample], used: &[f64]) {
         let active = used.iter().filter(|used| **used > ACTIVE_FROM * seconds).count().max(1);
         #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-        let earned = MOST_EARNED.min(MOST_EARNED * cpus as f64 / active as f64) * seconds;
+        let income = MAX_INCOME.min(MAX_INCOME * cpus as f64 / active as f64) * seconds;
         for (sample, used) in samples.iter().zip(used) {
             let account = self.accounts.entry(sample.id).or_insert(Account {
                 used: sample.used,
                 calls_begun: sample.calls_begun,
                 last_call: None,
-                credit: if sample.is_background { -MOST_OWED } else { FIRST_CREDIT },
+                credit: if sample.is_background { -MAX_DEBT } else { FIRST_CREDIT },
                 background: sample.is_background,
             });
-            // A server that finds a sandbox in the background takes over where the one before it ended.
+            // An earlier server has put this sandbox into the background.
             self.is_busy |= sample.is_background && account.background;
             let calls = sample.calls_begun.saturating_sub(account.calls_begun);
             if calls > 0 || sample.has_call {
                 account.last_call = Some(now);
             }
             #[allow(clippy::cast_precision_loss, reason = "small numbers")]
-            let by_calls = calls as f64 * EARNED_BY_A_CALL;
-            account.credit = (account.credit + by_calls + earned - used).clamp(-MOST_OWED, MOST_SAVED);
+            let by_calls = calls as f64 * INCOME_PER_CALL;
+            account.credit = (account.credit + by_calls + income - used).clamp(-MAX_DEBT, MAX_CREDIT);
             account.used = sample.used;
             account.calls_begun = sample.calls_begun;
         }
     }
 
-    /// Decides whether the CPUs are busy. The host's counters show when they become so. While sandboxes leave a CPU free, these
-    /// counters always show unused time, so the end is seen from what the sandboxes use of what they may use.
-    fn note_load(&mut self, now: Duration, is_saturated: bool, cpus: usize, used_cpus: f64) {
+    /// Decides whether the CPUs are busy. The host's counters show the begin. While sandboxes leave a CPU free, these counters always
+    /// show unused time, so the end is decided by the part that the sandboxes use of the CPUs that they may use.
+    fn update_load(&mut self, now: Duration, is_saturated: bool, cpus: usize, used_cpus: f64) {
         #[allow(clippy::cast_precision_loss, reason = "a small number")]
         let allowed = (cpus - usize::from(self.leave_one_cpu && cpus > 1)) as f64;
         if is_saturated {
@@ -199,20 +201,21 @@ impl Accounts {
 pub(crate) struct CpuFairness {
     context: Arc<Context>,
     accounts: Mutex<Accounts>,
-    begun: Instant,
+    started: Instant,
 }
 
 impl CpuFairness {
     pub(super) fn new(context: &Arc<Context>) -> Arc<Self> {
-        Arc::new(Self { context: Arc::clone(context), accounts: Mutex::default(), begun: Instant::now() })
+        Arc::new(Self { context: Arc::clone(context), accounts: Mutex::default(), started: Instant::now() })
     }
 
-    /// Puts busy sandboxes into the background while the host's CPUs are busy, and takes them back.
+    /// Reads the load and sets the priority of all sandboxes.
     pub(crate) async fn share_cpus(self: &Arc<Self>) {
-        let fairness = Arc::clone(self);
+        let (fairness, span) = (Arc::clone(self), tracing::Span::current());
         let read = tokio::task::spawn_blocking(move || {
-            let mut accounts = fairness.accounts.lock().unwrap_or_else(PoisonError::into_inner);
-            let now = fairness.begun.elapsed();
+            let _entered = span.enter();
+            let mut accounts = fairness.accounts.lock();
+            let now = fairness.started.elapsed();
             let Some(host) = read_host_time().filter(|host| accounts.needs_samples(now, *host)) else {
                 return;
             };
@@ -226,10 +229,10 @@ impl CpuFairness {
         }
     }
 
-    /// The sandboxes on this host that are not those of MCP servers.
+    /// The sandboxes on this host, without those of MCP servers.
     fn workspace_cpu_groups(&self) -> Vec<Group> {
         let groups = self.context.providers.iter().flat_map(|provider| provider.cpu_groups());
-        let live = self.context.live_map();
+        let live = self.context.live.lock();
         let groups = groups.map(|(id, cpu)| Group { id, cpu, live: live.get(&id).cloned() });
         groups.filter(|group| !group.live.as_ref().is_some_and(|live| live.hosts_mcp_server())).collect()
     }
@@ -240,17 +243,17 @@ struct Group {
     id: WorkspaceId,
     cpu: CpuGroup,
     /// None before the first call since the server's start.
-    live: Option<Arc<Live>>,
+    live: Option<Arc<LiveWorkspace>>,
 }
 
-/// Reads a sandbox; none once it is gone.
+/// Reads a sandbox. None if it has ended.
 fn sample(group: &Group) -> Option<Sample> {
     let (calls_begun, calls) = group.live.as_ref().map_or((0, 0), |live| live.call_counts());
     let (used, is_background) = (group.cpu.used()?, group.cpu.is_background());
     Some(Sample { id: group.id, used, calls_begun, has_call: calls > 0, is_background })
 }
 
-/// Writes a decision to the kernel's files. A group that is gone needs nothing.
+/// Writes a decision to the kernel's files. Groups that were removed meanwhile are skipped.
 fn apply(decision: &Decision, groups: &[Group]) {
     for Group { id, cpu, .. } in groups {
         let background = decision.background.contains(id);
@@ -272,7 +275,7 @@ fn read_host_time() -> Option<HostTime> {
 fn parse_host_time(text: &str) -> Option<HostTime> {
     let all = text.lines().find_map(|line| line.strip_prefix("cpu "))?;
     let ticks: Vec<u64> = all.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
-    // user, nice, system, idle, iowait, irq, softirq, steal; what follows is counted in user already.
+    // user, nice, system, idle, iowait, irq, softirq, steal. The fields after these are counted in user already.
     let unused = ticks.get(3)? + ticks.get(4)?;
     let total = ticks.iter().take(8).sum();
     let is_cpu = |line: &&str| {
@@ -288,7 +291,7 @@ mod tests {
 
     const CPUS: usize = 2;
 
-    /// A host whose sandboxes use this much CPU between two readings.
+    /// A host with sandboxes, without a kernel.
     struct Host {
         accounts: Accounts,
         now: Duration,
@@ -312,7 +315,7 @@ mod tests {
             host
         }
 
-        /// One reading later; each sandbox has used this many CPUs.
+        /// Makes the next reading, in which each sandbox has used this many CPUs.
         fn step(&mut self, used: &[f64]) -> Decision {
             self.now += SAMPLE_EVERY;
             for (sample, used) in self.samples.iter_mut().zip(used) {
@@ -339,11 +342,11 @@ mod tests {
     const A_SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn busy_sandboxes_go_to_the_background_and_one_with_short_calls_does_not() {
+    fn busy_sandboxes_go_to_the_background_unless_they_serve_short_calls() {
         let mut host = Host::new(4);
         let mut decision = Decision::default();
         for _ in 0..40 {
-            // Calls back to back: as much CPU time as a loop.
+            // Calls without pauses use as much CPU time as a loop.
             host.samples[3].calls_begun += 10;
             decision = host.step(&[0.5, 0.5, 0.5, 0.5]);
         }
@@ -351,11 +354,11 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_that_begins_a_new_busy_loop_each_second_is_in_the_background() {
+    fn a_sandbox_that_begins_a_busy_loop_each_second_is_in_the_background() {
         let mut host = Host::new(3);
         let mut in_background = 0;
         for step in 0..40 {
-            // A bomb that is ended, and begun again by the next call.
+            // A loop that is ended and started again by the next call.
             host.samples[0].calls_begun += u64::from(step % 4 == 0);
             let decision = host.step(&[0.7, 0.6, 0.6]);
             in_background += usize::from(decision.background.contains(&host.samples[0].id));
@@ -364,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_put_into_the_background_while_a_cpu_is_unused() {
+    fn no_sandbox_is_in_the_background_while_a_cpu_is_unused() {
         let mut host = Host::new(2);
         assert_eq!(host.run_for(A_SECOND * 10, &[1.0, 0.01]), Decision::default());
     }
@@ -398,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sandbox_that_gets_no_cpu_time_is_taken_back() {
+    fn a_sandbox_without_cpu_time_leaves_the_background() {
         let mut host = Host::new(3);
         host.run_for(A_SECOND * 2, &[0.6, 0.7, 0.7]);
         let starved = host.run_for(A_SECOND * 3, &[0.0, 1.0, 1.0]);
@@ -406,18 +409,18 @@ mod tests {
     }
 
     #[test]
-    fn many_busy_sandboxes_are_found_though_each_gets_little() {
+    fn many_busy_sandboxes_go_to_the_background_though_each_gets_little_cpu_time() {
         let mut host = Host::new(20);
         let decision = host.run_for(A_SECOND * 20, &[0.1; 20]);
         assert_eq!(decision.background.len(), 20);
     }
 
     #[test]
-    fn a_new_server_takes_over_sandboxes_in_the_background() {
+    fn a_new_server_keeps_sandboxes_in_the_background() {
         let mut host = Host::new(2);
         host.accounts = Accounts::default();
         host.samples[0].is_background = true;
-        // The first reading has no earlier one to subtract.
+        // The first reading computes no usage.
         assert_eq!(host.step(&[0.0, 0.0]).background, host.ids(&[0]));
         assert_eq!(host.run_for(A_SECOND * 4, &[0.0, 0.0]), Decision::default());
     }
@@ -433,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hosts_cpu_time_is_read() {
+    fn proc_stat_is_parsed() {
         let text =
             "cpu  10 20 30 400 50 1 2 3 9 9\ncpu0 1 2 3 4 5 6 7 8 9 9\ncpu1 1 2 3 4 5 6 7 8 9 9\nintr 5\n";
         assert_eq!(parse_host_time(text), Some(HostTime { cpus: 2, unused: 450, total: 516 }));

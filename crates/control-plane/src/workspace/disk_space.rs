@@ -1,19 +1,17 @@
-//! Room on the host's disk: told early, kept for the server's own writes, and defended against workspaces that fill it.
+//! Free space on the host's disk. A reserve is kept for the server's own writes.
 //!
 //! ```text
 //! free ≥ 2 × min_free_disk   enough
-//! free < 2 × min_free_disk   low: said in log, events, health
-//! free <     min_free_disk   full: nothing that needs room is begun (create, snapshot, write, edit), and workspaces that go on
+//! free < 2 × min_free_disk   low: reported in log, events, health
+//! free <     min_free_disk   full: work that needs space is refused (create, snapshot, write, edit), and workspaces that go on
 //!                            writing are stopped
-//! free <     a few MiB       whoever stops or removes something may have the ballast file's room for the database
+//! free <     a few MiB       a stop or a removal deletes the ballast file, so that the database can write
 //! ```
-//!
-//! Besides, sandboxes are looked after whose files outside `/workspace` have outgrown their limit, and whose disks have errors.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::{fs, io};
 
 use emergent_host::copy::reserve_all;
@@ -21,63 +19,64 @@ use emergent_host::files::{create_private, remove_if_there};
 use emergent_host::room::free_bytes;
 use emergent_providers::DiskUse;
 use emergent_wire::WorkspaceId;
+use parking_lot::Mutex;
 
 use super::context::Context;
 use super::error::{DiskShortage, Result, WorkspaceError};
 
-/// A workspace that writes more than this between two looks fills a disk that is full.
-const MUCH: u64 = 4 << 20;
-/// The file that is removed so that the database has room.
+/// A workspace that writes more than this between two passes is stopped when the disk is full.
+const MAX_WRITTEN_BYTES: u64 = 4 << 20;
+/// The file that is deleted to give the database space.
 const BALLAST: &str = "ballast";
 /// Its size.
 const BALLAST_BYTES: u64 = 32 << 20;
-/// With less than this the database may fail to write.
-const DATABASE_NEEDS: u64 = 16 << 20;
-/// How full the host's disk is.
+/// With less free space than this the database may fail to write.
+const DATABASE_BYTES: u64 = 16 << 20;
+
+/// The fill level of the host's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Level {
-    /// There is room.
     Enough,
-    /// It is nearly full.
+    /// Nearly full.
     Low,
-    /// It is as full as it may be.
+    /// Less than the reserve is free.
     Full,
 }
 
-/// Measures the host's disk, and refuses work that has no room.
+/// Measures the host's disk, and refuses work that has no space.
 pub(crate) struct DiskSpace {
     context: Arc<Context>,
-    gauge: Gauge,
+    gauge: DiskGauge,
 }
 
 /// The thresholds, and the last measurements.
-pub(super) struct Gauge {
+pub(super) struct DiskGauge {
     data_dir: PathBuf,
     min_free: u64,
     level: AtomicU8,
-    /// What each workspace had written at the last look.
+    /// The bytes that each workspace had written at the last pass.
     written: Mutex<HashMap<WorkspaceId, u64>>,
 }
 
-/// The disk with the least room.
+/// The free bytes of the disk that has this directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Scarcest {
+pub(crate) struct FreeSpace {
     pub(super) directory: PathBuf,
-    pub(super) free: u64,
+    pub(super) bytes: u64,
 }
 
-impl Gauge {
+impl DiskGauge {
     fn new(data_dir: &Path, min_free: u64) -> Self {
         let level = AtomicU8::new(Level::Enough as u8);
         Self { data_dir: data_dir.to_owned(), min_free, level, written: Mutex::default() }
     }
 
-    /// The state of the disk for callers of any kind: a token of a workspace must not see a path of the host.
-    pub(super) fn shortage(&self, scarcest: &Scarcest) -> DiskShortage {
-        DiskShortage { free_bytes: scarcest.free, min_free_bytes: self.min_free }
+    /// The shortage for callers of any kind. It has no path of the host, which a token of a workspace must not see.
+    pub(super) fn shortage(&self, free: &FreeSpace) -> DiskShortage {
+        DiskShortage { free_bytes: free.bytes, min_free_bytes: self.min_free }
     }
 
-    /// The free bytes above those that are kept free.
+    /// The free bytes above the reserve.
     pub(super) fn spare_bytes(&self, free: u64) -> u64 {
         free.saturating_sub(self.min_free)
     }
@@ -92,7 +91,7 @@ impl Gauge {
         }
     }
 
-    /// How full it was at the last look.
+    /// The level at the last pass.
     fn last_level(&self) -> Level {
         match self.level.load(Ordering::Relaxed) {
             0 => Level::Enough,
@@ -101,14 +100,14 @@ impl Gauge {
         }
     }
 
-    /// Takes a look in; gives the level before.
+    /// Sets the level. Returns the one before.
     pub(super) fn set_level(&self, level: Level) -> Level {
         let before = self.last_level();
         self.level.store(level as u8, Ordering::Relaxed);
         before
     }
 
-    /// Puts the ballast back.
+    /// Creates the ballast file, if it does not exist.
     pub(super) fn ensure_ballast(&self) -> io::Result<()> {
         let path = self.data_dir.join(BALLAST);
         if path.exists() {
@@ -121,23 +120,25 @@ impl Gauge {
         made
     }
 
-    /// The workspaces that have written much since the last look.
+    /// The workspaces that have written more than [`MAX_WRITTEN_BYTES`] since the last pass.
     pub(super) fn writers(&self, uses: &[DiskUse]) -> Vec<WorkspaceId> {
-        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut written = self.written.lock();
         let before =
             std::mem::replace(&mut *written, uses.iter().map(|one| (one.id, one.written_bytes)).collect());
         let grew = |one: &&DiskUse| {
-            before.get(&one.id).is_some_and(|before| one.written_bytes.saturating_sub(*before) > MUCH)
+            before
+                .get(&one.id)
+                .is_some_and(|before| one.written_bytes.saturating_sub(*before) > MAX_WRITTEN_BYTES)
         };
         uses.iter().filter(grew).map(|one| one.id).collect()
     }
 }
 
 fn has_no_room_for_database(data_dir: &Path) -> bool {
-    free_bytes(data_dir).is_ok_and(|free| free < DATABASE_NEEDS)
+    free_bytes(data_dir).is_ok_and(|free| free < DATABASE_BYTES)
 }
 
-/// Removes the ballast where the database, or a server that starts, could find the disk full.
+/// Deletes the ballast file when the database may have no space to write.
 pub(crate) fn make_room_for_database(data_dir: &Path) {
     let ballast = data_dir.join(BALLAST);
     if !has_no_room_for_database(data_dir) || !ballast.exists() {
@@ -154,61 +155,61 @@ pub(crate) fn make_room_for_database(data_dir: &Path) {
 impl DiskSpace {
     pub(super) fn new(context: &Arc<Context>) -> Arc<Self> {
         let settings = &context.settings;
-        let gauge = Gauge::new(&settings.data_dir, settings.workspaces.min_free_disk.bytes());
+        let gauge = DiskGauge::new(&settings.data_dir, settings.workspaces.min_free_disk.bytes());
         Arc::new(Self { context: Arc::clone(context), gauge })
     }
 
-    pub(super) fn gauge(&self) -> &Gauge {
+    pub(super) fn gauge(&self) -> &DiskGauge {
         &self.gauge
     }
 
-    /// Removes the ballast where the database could find the disk full.
+    /// Deletes the ballast file when the database may have no space to write.
     pub(super) fn make_room_for_database(&self) {
         make_room_for_database(&self.gauge.data_dir);
     }
 
-    /// Whether the database can't write for want of room.
+    /// Whether the database may have no space to write.
     pub(super) fn has_no_room_for_database(&self) -> bool {
         has_no_room_for_database(&self.gauge.data_dir)
     }
 
-    /// The disk with the least room of all that workspaces, snapshots and the database are on.
-    pub(super) fn scarcest_disk(&self) -> Option<Scarcest> {
+    /// The free space of the fullest disk among those of workspaces, snapshots and the database.
+    pub(super) fn least_free_space(&self) -> Option<FreeSpace> {
         let own = std::iter::once(self.gauge.data_dir.clone());
         let directories =
             own.chain(self.context.providers.iter().flat_map(|provider| provider.storage_directories()));
         let each = directories.filter_map(|directory| {
-            let free = free_bytes(&directory).ok()?;
-            Some(Scarcest { directory, free })
+            let bytes = free_bytes(&directory).ok()?;
+            Some(FreeSpace { directory, bytes })
         });
-        each.min_by_key(|one| one.free)
+        each.min_by_key(|free| free.bytes)
     }
 
-    /// Refuses work that needs room on a host that has none.
+    /// Fails if the host's disk is full.
     pub(crate) fn refuse_if_full(&self) -> Result<()> {
         self.refuse_without_room_for(0)
     }
 
-    /// Refuses to write so many bytes, if the disk would be full then. A sandbox is not always told that the host had no room
-    /// for a write: gVisor reports success for an fsync that failed.
+    /// Fails if the disk would be full after so many more bytes. The server checks this, because a sandbox does not always notice a
+    /// write that failed on the host: gVisor reports success for an fsync that failed.
     pub(crate) fn refuse_without_room_for(&self, bytes: u64) -> Result<()> {
-        match self.scarcest_disk() {
-            Some(scarcest) if self.gauge.level_of(scarcest.free.saturating_sub(bytes)) == Level::Full => {
-                Err(WorkspaceError::HostDiskFull(self.gauge.shortage(&scarcest)))
+        match self.least_free_space() {
+            Some(least) if self.gauge.level_of(least.bytes.saturating_sub(bytes)) == Level::Full => {
+                Err(WorkspaceError::HostDiskFull(self.gauge.shortage(&least)))
             }
             _ => Ok(()),
         }
     }
 
-    /// How full the host's disk is.
+    /// The present level.
     pub(crate) fn level(&self) -> Level {
-        self.scarcest_disk().map_or(Level::Enough, |scarcest| self.gauge.level_of(scarcest.free))
+        self.least_free_space().map_or(Level::Enough, |least| self.gauge.level_of(least.bytes))
     }
 
-    /// What the caller of a command should know when the disk is full.
+    /// The note for answers of commands while the disk is full.
     pub(super) fn note_for_commands(&self) -> Option<String> {
         (self.gauge.last_level() == Level::Full)
-            .then(|| "the host's disk is full: what the command wrote may be lost".to_owned())
+            .then(|| "the host's disk is full: the command's writes may be lost".to_owned())
     }
 }
 
@@ -218,8 +219,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_follow_what_is_kept_free() {
-        let space = Gauge::new(Path::new("/"), 100);
+    fn levels_depend_on_the_reserve() {
+        let space = DiskGauge::new(Path::new("/"), 100);
         let levels = [0, 99, 100, 199, 200].map(|free| space.level_of(free));
         assert_eq!(levels, [Level::Full, Level::Full, Level::Low, Level::Low, Level::Enough]);
         assert_eq!(space.set_level(Level::Full), Level::Enough);
@@ -228,8 +229,8 @@ mod tests {
     }
 
     #[test]
-    fn only_those_that_go_on_writing_are_writers() {
-        let space = Gauge::new(Path::new("/"), 100);
+    fn writers_are_workspaces_that_wrote_since_the_last_pass() {
+        let space = DiskGauge::new(Path::new("/"), 100);
         let ids = [WorkspaceId::generate(), WorkspaceId::generate()];
         let uses = |first: u64, second: u64| {
             [(ids[0], first), (ids[1], second)].map(|(id, written_bytes)| DiskUse {
@@ -238,16 +239,16 @@ mod tests {
                 fault: None,
             })
         };
-        assert!(space.writers(&uses(1 << 30, 1 << 30)).is_empty(), "what they wrote before is not known");
+        assert!(space.writers(&uses(1 << 30, 1 << 30)).is_empty(), "earlier writes are not known");
         assert_eq!(space.writers(&uses(2 << 30, (1 << 30) + 100)), [ids[0]]);
-        assert!(space.writers(&uses(2 << 30, 0)).is_empty(), "one was started again");
+        assert!(space.writers(&uses(2 << 30, 0)).is_empty(), "the count of a restarted one begins at 0");
     }
 
     #[test]
-    fn the_ballast_takes_its_bytes_and_is_private() {
+    fn the_ballast_file_has_its_size_and_is_private() {
         use std::os::unix::fs::MetadataExt;
         let directory = tempfile::tempdir().unwrap();
-        let space = Gauge::new(directory.path(), 100);
+        let space = DiskGauge::new(directory.path(), 100);
         for _ in 0..2 {
             space.ensure_ballast().unwrap();
         }
@@ -255,6 +256,6 @@ mod tests {
         assert!(file.blocks() * 512 >= BALLAST_BYTES);
         assert_eq!(file.mode() & 0o777, 0o600);
         make_room_for_database(directory.path());
-        assert!(directory.path().join(BALLAST).exists(), "there is room");
+        assert!(directory.path().join(BALLAST).exists(), "the disk has free space");
     }
 }

@@ -1,4 +1,5 @@
-//! Errors of workspaces. They name the object and the cause; `crate::errors` adds the code and the advice for callers.
+//! Errors of workspaces. They name the object and the cause. The fronts add the code and the advice for callers
+//! (`http/error_text.rs`).
 
 use std::time::Duration;
 
@@ -8,6 +9,8 @@ use emergent_store::StoreError;
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{ProviderName, RejectedCandidate, WorkspaceStatus};
 use emergent_wire::{ByteSize, ErrorDetail, SnapshotId, WorkspaceId};
+
+use super::placement::NoProvider;
 
 pub(crate) type Result<T, E = WorkspaceError> = std::result::Result<T, E>;
 
@@ -21,12 +24,11 @@ pub(crate) enum WorkspaceError {
     /// A call to the guest agent failed.
     #[error(transparent)]
     Call(#[from] CallError),
-    /// A value of the request is out of range.
+    /// A value of the request is out of range, as the request's own type has found (`emergent_wire::Validate`).
     #[error(transparent)]
     Invalid(#[from] ErrorDetail),
-    /// No provider can take the workspace.
     #[error(transparent)]
-    Placement(ErrorDetail),
+    NoProvider(#[from] NoProvider),
     #[error("the provider '{0}' is not enabled on this server; its workspaces can't be used")]
     ProviderDisabled(ProviderName),
     #[error("the workspace has no sandbox yet")]
@@ -64,18 +66,49 @@ pub(crate) enum WorkspaceError {
     #[error("every provider failed: {}", each(.0))]
     AllProvidersFailed(Vec<(RejectedCandidate, WorkspaceError)>),
     /// A creation failed, and its sandbox can't be removed now.
-    #[error("{error}; what was made so far can't be removed yet ({problem})")]
+    #[error("{error}; its sandbox can't be removed yet ({problem})")]
     NotUndone { error: Box<WorkspaceError>, problem: ProviderError },
     #[error("the host's disk is full: {0}")]
     HostDiskFull(DiskShortage),
     #[error(transparent)]
     Snapshot(#[from] SnapshotError),
+    #[error("a setting can't be written as JSON: {0}")]
+    Unwritable(#[source] serde_json::Error),
+}
+
+impl WorkspaceError {
+    /// The error of the store, if this is one.
+    pub(crate) fn store_error(&self) -> Option<&StoreError> {
+        match self {
+            Self::Store(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// A column of a workspace's row that holds a value which the server never writes.
+pub(crate) fn damaged_workspace(
+    id: WorkspaceId,
+    column: &'static str,
+    reason: impl std::fmt::Display,
+) -> StoreError {
+    StoreError::Corrupt { table: "agent_workspaces", row: id.to_string(), column, reason: reason.to_string() }
+}
+
+/// A setting in the database with a value which the server never writes.
+pub(crate) fn damaged_setting(key: &str, reason: impl std::fmt::Display) -> StoreError {
+    StoreError::Corrupt {
+        table: "settings",
+        row: key.to_owned(),
+        column: "value",
+        reason: reason.to_string(),
+    }
 }
 
 /// How a sandbox was lost.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SandboxLost {
-    /// The server ended it.
+    /// The server ended it for this reason.
     #[error("the sandbox was ended while the call ran: {0}")]
     EndedByServer(String),
     /// The provider knows why it ended.
@@ -105,17 +138,17 @@ pub(crate) struct DiskShortage {
 /// The error of an operation on a snapshot.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SnapshotError {
-    #[error("{0} can't copy workspaces here: its disks are ordinary volumes")]
+    #[error("{0} can't make snapshots on this host: its disks are ordinary volumes")]
     NotSupported(ProviderName),
-    #[error("{0} can't copy the memory of workspaces")]
+    #[error("{0} can't make snapshots of memory")]
     NoMemory(ProviderName),
-    #[error("snapshot {id} is {status}: only a ready one can be used")]
+    #[error("snapshot {id} is {status}, not ready")]
     NotReady { id: SnapshotId, status: SnapshotStatus },
-    #[error("snapshot {0} is being made")]
+    #[error("snapshot {0} is being created")]
     InProgress(SnapshotId),
     #[error("snapshot {id} is {status}, not in quarantine")]
     NotQuarantined { id: SnapshotId, status: SnapshotStatus },
-    #[error("snapshot {0} holds memory: a workspace of it has the same resource_limits")]
+    #[error("snapshot {0} includes memory, so a workspace made from it has the same resource_limits")]
     FixedLimits(SnapshotId),
     #[error(
         "resource_limits.disk is {requested}: the snapshot's disk has {actual}, and a disk can only grow"

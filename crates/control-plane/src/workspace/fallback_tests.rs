@@ -1,10 +1,10 @@
-//! The scenarios of the orchestrator's requirements about fallback and health, each as a test named after its title.
+//! The scenarios of the orchestrator's requirements about fallback and health. Each test has the title of its scenario as its name.
 //!
-//! gVisor is real: the real engine, the real runtime. Providers that can't be had here, or that must fail at will, are
-//! stand-ins behind the same trait.
+//! gVisor is real: the real engine with the real runtime. Providers that a test host does not have, or that must fail, are replaced
+//! by implementations of the same trait.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
@@ -19,6 +19,7 @@ use emergent_wire::workspace::{
     ProviderName, ProviderStatus, Workspace,
 };
 use emergent_wire::{ErrorCode, ErrorDetail, SnapshotId, Valid, WorkspaceId};
+use parking_lot::Mutex;
 
 use emergent_test_support::janitor::Janitor;
 
@@ -26,23 +27,23 @@ use super::placement::Availability;
 use super::{HEALTH_EVERY, Workspaces};
 use crate::config::Settings;
 
-/// A provider that can't create anything.
-pub(super) struct Failing {
+/// A provider whose creations fail.
+pub(super) struct FailingProvider {
     name: ProviderName,
-    why: &'static str,
+    reason: &'static str,
     problem: Mutex<Option<String>>,
     created: AtomicUsize,
     destroyed: AtomicUsize,
     checked: AtomicUsize,
 }
 
-impl Failing {
-    pub(super) fn new(name: ProviderName, why: &'static str) -> Arc<Self> {
+impl FailingProvider {
+    pub(super) fn new(name: ProviderName, reason: &'static str) -> Arc<Self> {
         let (created, destroyed, checked) = Default::default();
-        Arc::new(Self { name, why, problem: Mutex::default(), created, destroyed, checked })
+        Arc::new(Self { name, reason, problem: Mutex::default(), created, destroyed, checked })
     }
 
-    /// The table's entry for this name, which opens this provider.
+    /// An entry of the table with the facts of this name, which opens this provider.
     pub(super) fn entry(self: &Arc<Self>) -> ProviderEntry {
         let table = ProviderTable::standard();
         let facts = *table.facts().find(|facts| facts.name == self.name).unwrap();
@@ -51,12 +52,12 @@ impl Failing {
     }
 
     fn fails<T>(&self) -> Result<T, ProviderError> {
-        Err(ProviderError::Failed { what: "starting", reason: self.why.to_owned() })
+        Err(ProviderError::Failed { what: "starting", reason: self.reason.to_owned() })
     }
 }
 
 #[async_trait]
-impl WorkspaceProvider for Failing {
+impl WorkspaceProvider for FailingProvider {
     fn name(&self) -> ProviderName {
         self.name
     }
@@ -80,7 +81,7 @@ impl WorkspaceProvider for Failing {
 
     async fn health(&self) -> Health {
         self.checked.fetch_add(1, Ordering::SeqCst);
-        Health { problem: self.problem.lock().unwrap().clone(), note: None, available: None, spares: 0 }
+        Health { problem: self.problem.lock().clone(), note: None, available: None, spares: 0 }
     }
 
     async fn create(&self, _spec: &SandboxSpec) -> Result<Sandbox, ProviderError> {
@@ -167,16 +168,16 @@ impl WorkspaceProvider for Failing {
     }
 }
 
-/// Workspaces on the standard table with other entries.
-pub(super) struct World {
+/// Workspaces on the standard table of providers, some of whose entries are replaced.
+pub(super) struct TestWorkspaces {
     pub(super) workspaces: Arc<Workspaces>,
-    /// Cleans up also when the test fails, or is killed.
+    /// Cleans up, also when the test fails or is killed.
     _janitor: Janitor,
 }
 
-impl World {
-    async fn new(stand_ins: &[&Arc<Failing>], with_gvisor: bool) -> Self {
-        let entries = stand_ins.iter().map(|one| one.entry());
+impl TestWorkspaces {
+    async fn new(failing: &[&Arc<FailingProvider>], with_gvisor: bool) -> Self {
+        let entries = failing.iter().map(|provider| provider.entry());
         Self::with_entries(entries, with_gvisor).await
     }
 
@@ -209,10 +210,10 @@ impl World {
     }
 
     pub(super) async fn create(&self, request: CreateWorkspace) -> Result<Workspace, ErrorDetail> {
-        // No network: there is no server here that would remove it at its end.
+        // Without a network, because this test runs no server that would remove the network at its end.
         let request = CreateWorkspace { network: Some(NetworkMode::Isolated), ..request };
         let creation = self.workspaces.create.begin(Valid::new(request)?, true).await?;
-        Ok(self.workspaces.create.finish(creation).await?)
+        Ok(self.workspaces.create.provision(creation).await?)
     }
 
     pub(super) fn status_of(&self, name: ProviderName) -> ProviderStatus {
@@ -227,57 +228,57 @@ fn managed() -> CreateWorkspace {
 
 #[tokio::test]
 async fn firecracker_fails_falls_back_to_gvisor() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
-    let world = World::new(&[&firecracker], true).await;
-    let mut events = world.workspaces.context.events.listen().unwrap();
-    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "KVM error");
+    let test = TestWorkspaces::new(&[&firecracker], true).await;
+    let mut events = test.workspaces.context.events.listen().unwrap();
+    let workspace = test.create(CreateWorkspace::default()).await.unwrap();
     let placement = workspace.placement.clone().unwrap();
     assert_eq!((workspace.provider, placement.provider), (Some(ProviderName::Gvisor), ProviderName::Gvisor));
     let failed = placement.rejected.iter().find(|one| one.provider == ProviderName::Firecracker).unwrap();
     assert!(failed.reason.contains("KVM error"), "{failed:?}");
-    // What it may have made is removed before the next one is tried.
+    // A sandbox that it may have made is removed before the next provider is tried.
     assert_eq!(firecracker.created.load(Ordering::SeqCst), 1);
     assert_eq!(firecracker.destroyed.load(Ordering::SeqCst), 1);
     let event = events.recv().await.unwrap();
     assert_eq!((event.kind, event.provider), (EventKind::PlacementFallback, Some(ProviderName::Firecracker)));
-    let stored = world.workspaces.context.store.workspace(workspace.id).await.unwrap();
+    let stored = test.workspaces.context.store.workspace(workspace.id).await.unwrap();
     assert_eq!(stored.placement, Some(placement));
-    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+    test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
 async fn e2b_fails_falls_back_to_firecracker_then_gvisor() {
-    let e2b = Failing::new(ProviderName::E2b, "quota exceeded");
-    let firecracker = Failing::new(ProviderName::Firecracker, "out of slots");
-    let world = World::new(&[&e2b, &firecracker], true).await;
-    let workspace = world.create(managed()).await.unwrap();
+    let e2b = FailingProvider::new(ProviderName::E2b, "quota exceeded");
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "out of slots");
+    let test = TestWorkspaces::new(&[&e2b, &firecracker], true).await;
+    let workspace = test.create(managed()).await.unwrap();
     assert_eq!(workspace.provider, Some(ProviderName::Gvisor));
     let rejected = workspace.placement.unwrap().rejected;
     let failed: Vec<_> = rejected.iter().filter(|one| one.reason.starts_with("starting")).collect();
     assert_eq!(failed.len(), 2);
     assert_eq!((failed[0].provider, failed[1].provider), (ProviderName::E2b, ProviderName::Firecracker));
-    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+    test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
 async fn explicit_provider_request_does_not_fallback() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "KVM error");
-    let world = World::new(&[&firecracker], true).await;
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "KVM error");
+    let test = TestWorkspaces::new(&[&firecracker], true).await;
     let request =
         CreateWorkspace { provider: Some(ProviderChoice::Firecracker), ..CreateWorkspace::default() };
-    let error = world.create(request).await.unwrap_err();
+    let error = test.create(request).await.unwrap_err();
     assert!(error.message.contains("KVM error") && !error.message.contains("gvisor"), "{error:?}");
     assert_eq!(error.code, ErrorCode::ProviderFailed);
-    // The caller was told; nothing is left.
-    assert_eq!(world.workspaces.context.store.active_counts().await.unwrap().len(), 0);
+    // The caller has the error, so no row is left.
+    assert_eq!(test.workspaces.context.store.active_counts().await.unwrap().len(), 0);
 }
 
 #[tokio::test]
 async fn all_providers_fail() {
-    let e2b = Failing::new(ProviderName::E2b, "the API answered 500");
-    let firecracker = Failing::new(ProviderName::Firecracker, "out of memory");
-    let world = World::new(&[&e2b, &firecracker], false).await;
-    let error = world.create(managed()).await.unwrap_err();
+    let e2b = FailingProvider::new(ProviderName::E2b, "the API answered 500");
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "out of memory");
+    let test = TestWorkspaces::new(&[&e2b, &firecracker], false).await;
+    let error = test.create(managed()).await.unwrap_err();
     for part in ["e2b: starting: the API answered 500", "firecracker: starting: out of memory"] {
         assert!(error.message.contains(part), "{}", error.message);
     }
@@ -287,27 +288,27 @@ async fn all_providers_fail() {
 
 #[tokio::test]
 async fn healthy_provider_is_preferred() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "must not be tried");
-    *firecracker.problem.lock().unwrap() = Some("KVM not available".to_owned());
-    let world = World::new(&[&firecracker], true).await;
-    let workspace = world.create(CreateWorkspace::default()).await.unwrap();
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "must not be tried");
+    *firecracker.problem.lock() = Some("KVM not available".to_owned());
+    let test = TestWorkspaces::new(&[&firecracker], true).await;
+    let workspace = test.create(CreateWorkspace::default()).await.unwrap();
     assert_eq!(workspace.provider, Some(ProviderName::Gvisor));
     assert_eq!(firecracker.created.load(Ordering::SeqCst), 0);
-    world.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+    test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
 }
 
 #[tokio::test]
 async fn provider_health_check_frequency() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "");
-    let world = World::new(&[&firecracker], false).await;
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "");
+    let test = TestWorkspaces::new(&[&firecracker], false).await;
     let checked = || firecracker.checked.load(Ordering::SeqCst);
     assert_eq!((checked(), HEALTH_EVERY.as_secs()), (1, 30));
-    // Asking does not check: the last check is remembered.
-    world.status_of(ProviderName::Firecracker);
-    world.workspaces.health.known();
+    // Reading the state uses the last check.
+    test.status_of(ProviderName::Firecracker);
+    test.workspaces.health.known();
     assert_eq!(checked(), 1);
     tokio::time::pause();
-    let all = Arc::clone(&world.workspaces);
+    let all = Arc::clone(&test.workspaces);
     let watching = tokio::spawn(crate::background::watch_health(all));
     for round in 1..4 {
         tokio::time::sleep(HEALTH_EVERY).await;
@@ -319,18 +320,18 @@ async fn provider_health_check_frequency() {
 
 #[tokio::test]
 async fn provider_becomes_unhealthy() {
-    let firecracker = Failing::new(ProviderName::Firecracker, "");
-    let world = World::new(&[&firecracker], false).await;
-    let mut events = world.workspaces.context.events.listen().unwrap();
-    let is_candidate = || world.workspaces.health.known()[0].availability == Availability::Healthy;
+    let firecracker = FailingProvider::new(ProviderName::Firecracker, "");
+    let test = TestWorkspaces::new(&[&firecracker], false).await;
+    let mut events = test.workspaces.context.events.listen().unwrap();
+    let is_candidate = || test.workspaces.health.known()[0].availability == Availability::Healthy;
     assert!(is_candidate());
-    *firecracker.problem.lock().unwrap() = Some("the manager does not answer".to_owned());
-    world.workspaces.health.check_all().await;
+    *firecracker.problem.lock() = Some("the manager does not answer".to_owned());
+    test.workspaces.health.check_all().await;
     assert!(!is_candidate());
-    assert_eq!(world.status_of(ProviderName::Firecracker), ProviderStatus::Unhealthy);
+    assert_eq!(test.status_of(ProviderName::Firecracker), ProviderStatus::Unhealthy);
     assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderUnhealthy);
-    *firecracker.problem.lock().unwrap() = None;
-    world.workspaces.health.check_all().await;
+    *firecracker.problem.lock() = None;
+    test.workspaces.health.check_all().await;
     assert!(is_candidate());
     assert_eq!(events.recv().await.unwrap().kind, EventKind::ProviderHealthy);
 }

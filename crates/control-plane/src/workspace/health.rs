@@ -1,7 +1,7 @@
-//! How the providers are doing, checked in the background and remembered.
+//! The health of the providers, checked in the background.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -9,6 +9,7 @@ use emergent_providers::{Health, ProviderFacts, SharedProvider};
 use emergent_wire::event::EventKind;
 use emergent_wire::pool::PoolShape;
 use emergent_wire::workspace::{Capabilities, DiskQuota, ProviderInfo, ProviderName, ProviderStatus};
+use parking_lot::Mutex;
 
 use tokio::sync::Notify;
 
@@ -16,12 +17,12 @@ use super::context::Context;
 use super::placement::{Availability, ProviderState};
 use crate::events::Events;
 
-/// How often every provider is checked.
+/// The interval of checks.
 pub(crate) const CHECK_EVERY: Duration = Duration::from_secs(30);
-/// A check that takes longer is a failed one.
-const CHECK_WITHIN: Duration = Duration::from_secs(25);
+/// The time limit of a check.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(25);
 
-/// A request that finds no provider looks again at those whose last check is older than this.
+/// A request that finds no provider repeats checks that are older than this.
 const RECHECK_AFTER: TimeDelta = TimeDelta::milliseconds(50);
 
 /// The health of the providers.
@@ -34,17 +35,17 @@ pub(crate) struct ProviderHealth {
 #[derive(Default)]
 struct HealthBoard {
     checks: Mutex<HashMap<ProviderName, (Health, DateTime<Utc>)>>,
-    /// A provider that was unhealthy is healthy.
+    /// Notified when an unhealthy provider is healthy again.
     recovered: Notify,
 }
 
 impl HealthBoard {
     fn last(&self, name: ProviderName) -> Option<(Health, DateTime<Utc>)> {
-        self.checks.lock().unwrap_or_else(PoisonError::into_inner).get(&name).cloned()
+        self.checks.lock().get(&name).cloned()
     }
 
     fn wanted_spares(&self) -> Vec<PoolShape> {
-        let checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
+        let checks = self.checks.lock();
         let wanting = checks.iter().filter(|(_, (health, _))| health.spares > 0);
         let shape = |(name, (health, _)): (&ProviderName, &(Health, _))| PoolShape {
             size: health.spares,
@@ -56,11 +57,11 @@ impl HealthBoard {
         wanting.map(shape).collect()
     }
 
-    /// Writes down a check; tells a change.
-    fn note(&self, name: ProviderName, health: Health, events: &Events) {
+    /// Records a check. Reports a change.
+    fn record(&self, name: ProviderName, health: Health, events: &Events) {
         let problem = health.problem.clone();
         let before = {
-            let mut checks = self.checks.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut checks = self.checks.lock();
             checks.insert(name, (health, Utc::now()))
         };
         let was_healthy = before.map(|(health, _)| health.problem.is_none());
@@ -90,17 +91,17 @@ impl HealthBoard {
     }
 }
 
-/// Asks a provider how it is, and where asked has it show that sandboxes start.
-async fn check(provider: &SharedProvider, thoroughly: bool) -> Health {
+/// Checks a provider. With `starts_sandbox` the check starts a sandbox, if none has shown that sandboxes start.
+async fn check(provider: &SharedProvider, starts_sandbox: bool) -> Health {
     let checked = async {
         let mut health = provider.health().await;
-        if thoroughly && health.problem.is_none() {
+        if starts_sandbox && health.problem.is_none() {
             health.problem = provider.verify_start().await;
         }
         health
     };
-    tokio::time::timeout(CHECK_WITHIN, checked).await.unwrap_or_else(|_| {
-        Health::unhealthy(format!("its check did not end within {} s", CHECK_WITHIN.as_secs()))
+    tokio::time::timeout(CHECK_TIMEOUT, checked).await.unwrap_or_else(|_| {
+        Health::unhealthy(format!("its check did not end within {} s", CHECK_TIMEOUT.as_secs()))
     })
 }
 
@@ -109,38 +110,38 @@ impl ProviderHealth {
         Arc::new(Self { context: Arc::clone(context), board: HealthBoard::default() })
     }
 
-    /// Waits until a provider that was unhealthy is healthy.
+    /// Waits until an unhealthy provider is healthy again.
     pub(crate) async fn provider_recovered(&self) {
         self.board.recovered.notified().await;
     }
 
-    /// The spares that the providers' hosts shall have waiting.
+    /// The spares that the providers' hosts are configured to hold.
     pub(super) fn wanted_spares(&self) -> Vec<PoolShape> {
         self.board.wanted_spares()
     }
 
-    /// Asks all providers at once, without starting a sandbox: what a server needs to know before it listens.
-    pub(crate) async fn ask_all(&self) {
+    /// Checks all providers at once without starting a sandbox: the check before the server listens.
+    pub(crate) async fn check_all_briefly(&self) {
         let checks = self.context.providers.iter().map(|provider| async {
-            self.board.note(provider.name(), check(provider, false).await, &self.context.events);
+            self.board.record(provider.name(), check(provider, false).await, &self.context.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
-    /// Checks all providers at once: healthy means that a sandbox starts.
+    /// Checks all providers at once. Healthy means that a sandbox starts.
     pub(crate) async fn check_all(&self) {
         let checks = self.context.providers.iter().map(|provider| async {
-            self.board.note(provider.name(), check(provider, true).await, &self.context.events);
+            self.board.record(provider.name(), check(provider, true).await, &self.context.events);
         });
         futures_util::future::join_all(checks).await;
     }
 
-    /// A provider has just failed: it is looked at again at once.
+    /// Checks a provider that has just failed.
     pub(super) async fn recheck(&self, provider: &SharedProvider) {
-        self.board.note(provider.name(), check(provider, true).await, &self.context.events);
+        self.board.record(provider.name(), check(provider, true).await, &self.context.events);
     }
 
-    /// Looks again at the providers that were found unhealthy a while ago: they may be back.
+    /// Repeats the checks of unhealthy providers, except those of a moment ago.
     pub(super) async fn recheck_unhealthy(&self) {
         let is_due = |provider: &&SharedProvider| match self.board.last(provider.name()) {
             Some((health, at)) => health.problem.is_some() && Utc::now() - at > RECHECK_AFTER,
@@ -152,7 +153,7 @@ impl ProviderHealth {
         .await;
     }
 
-    /// All providers of the table with their present state, for placement.
+    /// All providers of the table with their last state, for placement.
     pub(super) fn known(&self) -> Vec<ProviderState> {
         let providers = &self.context.providers;
         let state = |facts: &ProviderFacts| {
@@ -168,7 +169,7 @@ impl ProviderHealth {
         providers.table().facts().map(state).collect()
     }
 
-    /// The answer of `GET /providers`.
+    /// All providers of the table as clients see them. `active` has the number of workspaces on each.
     pub(crate) fn infos(&self, active: &std::collections::BTreeMap<ProviderName, u64>) -> Vec<ProviderInfo> {
         let providers = &self.context.providers;
         let info = |facts: &ProviderFacts| {
@@ -202,7 +203,7 @@ impl ProviderHealth {
     }
 }
 
-/// A provider that this server does not have, and the reason.
+/// A provider that is not configured, as clients see it.
 fn absent_info(facts: &ProviderFacts, active_workspaces: u64) -> ProviderInfo {
     ProviderInfo {
         name: facts.name,

@@ -1,4 +1,4 @@
-//! Stopping, resuming and destroying a workspace: the row says what is to be done before anything is done.
+//! Stops, resumes and destroys workspaces. The row is changed before the sandbox.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,15 +13,15 @@ use emergent_wire::workspace::{Workspace, WorkspaceStatus};
 
 use super::connections::Connections;
 use super::context::Context;
-use super::disk_guard::tell_if_mended;
+use super::disk_guard::report_disk_repair;
 use super::disk_space::DiskSpace;
 use super::error::{Result, WorkspaceError};
 use super::live::SandboxConnection;
 use super::old_clones;
 
-/// How long the commands of a busy workspace have before it is removed.
+/// The time that running commands have to end before their workspace is removed.
 const DESTROY_GRACE: Duration = Duration::from_secs(10);
-/// How long the agent may take beyond that to say that they have ended.
+/// The time that the agent has beyond that to report their end.
 const DESTROY_MARGIN: Duration = Duration::from_secs(2);
 
 /// Stops, resumes and destroys workspaces.
@@ -44,7 +44,7 @@ impl Lifecycle {
         })
     }
 
-    /// Stops a workspace; its files are kept. Stopping a stopped one is success.
+    /// Stops a workspace. Its files are kept. Stopping a stopped workspace succeeds.
     pub(crate) async fn stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Error, Ready, Stopped, Stopping};
         self.disk_space.make_room_for_database();
@@ -53,7 +53,7 @@ impl Lifecycle {
             Err(StoreError::WrongState { status: Stopped, .. }) => {
                 return self.context.store.workspace(id).await.map_err(WorkspaceError::from);
             }
-            // Another request or a server that died is at it: joining is safe.
+            // Another request has begun the stop, or a server that died. Both can finish it.
             Err(StoreError::WrongState { status: Stopping, .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -62,7 +62,7 @@ impl Lifecycle {
         self.finish_stop(id).await
     }
 
-    /// Carries out a stop that was written down.
+    /// Finishes a stop: the row says `stopping`.
     pub(super) async fn finish_stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Stopped, Stopping};
         let live = self.context.live(id);
@@ -72,9 +72,9 @@ impl Lifecycle {
             return Ok(record.workspace);
         }
         let provider = self.context.provider_of(&record)?;
-        // Kept until the end: calls in progress get their answers while their commands are ended.
-        let _reached = live.close_to_calls();
-        // When this fails the intent stays: recovery tries again.
+        // The channel stays open until the end, so that calls get their answers while their commands are ended.
+        let _connection = live.close_to_calls();
+        // After a failure the row still says `stopping`, so recovery tries again.
         provider.stop(id).await?;
         failpoint!("stop.sandbox_stopped");
         let workspace = self.context.store.transition(id, &[Stopping], Stopped).await?;
@@ -83,7 +83,7 @@ impl Lifecycle {
         Ok(workspace)
     }
 
-    /// Resumes a stopped workspace. Resuming a ready one is success.
+    /// Resumes a stopped workspace. Resuming a ready workspace succeeds.
     pub(crate) async fn resume(&self, id: WorkspaceId) -> Result<Workspace> {
         let live = self.context.live(id);
         let _changing = live.changing.lock().await;
@@ -93,21 +93,20 @@ impl Lifecycle {
             WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}
             status => return Err(WorkspaceError::WrongState { id, status }),
         }
-        // The row says 'stopped' until it is resumed: others must not stop what is being started.
+        // The row says `stopped` until the end. The ownership keeps other servers from stopping the sandbox meanwhile.
         self.context.take_over(&record).await?;
         failpoint!("resume.taken");
-        let resumed = self.start_again(&record).await;
-        let connection = match resumed {
+        let connection = match self.start_sandbox(&record).await {
             Ok(connection) => connection,
             Err(error) => {
-                let _ = self.context.store.release(id).await;
+                self.context.release(id).await;
                 return Err(error);
             }
         };
         failpoint!("resume.sandbox_started");
         let from = [WorkspaceStatus::Stopped, WorkspaceStatus::Error];
         self.context.store.transition(id, &from, WorkspaceStatus::Ready).await?;
-        let _ = self.context.store.touch(id, self.context.clock.now()).await;
+        self.context.write_use(id, Some(self.context.clock.now())).await;
         failpoint!("resume.ready");
         live.set_connection(connection);
         self.context.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
@@ -115,23 +114,23 @@ impl Lifecycle {
     }
 
     /// Starts the sandbox of a stopped workspace.
-    async fn start_again(&self, record: &WorkspaceRecord) -> Result<SandboxConnection> {
+    async fn start_sandbox(&self, record: &WorkspaceRecord) -> Result<SandboxConnection> {
         let spec = self.context.spec_of(record).await?;
         let provider = self.context.provider_of(record)?;
         let sandbox = provider.resume(&spec).await?;
-        tell_if_mended(&self.context, record.workspace.id, &sandbox).await;
+        report_disk_repair(&self.context, record.workspace.id, &sandbox).await;
         old_clones::clean(&self.context, record, &sandbox.channel).await;
         Ok(SandboxConnection { channel: sandbox.channel, provider: provider.name() })
     }
 
-    /// Removes a workspace and everything that belongs to it.
+    /// Removes a workspace, its sandbox and its files.
     pub(crate) async fn destroy(&self, id: WorkspaceId) -> Result<()> {
         self.disk_space.make_room_for_database();
         let all = WorkspaceStatus::ALL;
         match self.context.store.transition(id, all, WorkspaceStatus::Destroying).await {
             Ok(_) => {}
             Err(StoreError::Unwritable(_)) if self.disk_space.has_no_room_for_database() => {
-                self.free_disk_of(id).await?;
+                self.remove_sandbox_first(id).await?;
                 self.context.store.transition(id, all, WorkspaceStatus::Destroying).await?;
             }
             Err(error) => return Err(error.into()),
@@ -140,9 +139,9 @@ impl Lifecycle {
         self.finish_destroy(id).await
     }
 
-    /// Removes the sandbox of a workspace whose removal can't be written down: on a full disk its own files may be what is in
-    /// the way. A crash before the row is gone leaves a workspace that says that its files were removed.
-    async fn free_disk_of(&self, id: WorkspaceId) -> Result<()> {
+    /// Removes the sandbox before the row is changed. On a full disk the row can't be changed, and the sandbox's files may fill it.
+    /// A crash before the row is deleted leaves a workspace whose error says that its files were removed.
+    async fn remove_sandbox_first(&self, id: WorkspaceId) -> Result<()> {
         tracing::warn!(workspace = %id, "the database can't be written: the sandbox is removed first");
         let live = self.context.live(id);
         let _changing = live.changing.lock().await;
@@ -151,12 +150,12 @@ impl Lifecycle {
         Ok(self.context.provider_of(&record)?.destroy(id).await?)
     }
 
-    /// Carries out a removal that was written down.
+    /// Finishes a removal: the row says `destroying`.
     pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<()> {
         let live = self.context.live(id);
         let channel = match live.close_to_calls() {
             Some(connection) => Some(connection.channel),
-            None => self.connections.open_channel_of(id).await,
+            None => self.connections.open_channel_of(id).await?,
         };
         if let Some(channel) = channel {
             end_commands(&channel, live.calls()).await;
@@ -166,7 +165,7 @@ impl Lifecycle {
         live.close_to_calls();
         let record = match self.context.store.workspace_record(id).await {
             Ok(record) => record,
-            // Another request has finished it.
+            // Another request has finished the removal.
             Err(StoreError::NotFound { .. }) => {
                 self.context.forget(id);
                 return Ok(());
@@ -181,12 +180,12 @@ impl Lifecycle {
         failpoint!("destroy.row_deleted");
         self.context.forget(id);
         tracing::info!(workspace = %id, "destroyed");
-        self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "it is gone");
+        self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "it is destroyed");
         Ok(())
     }
 }
 
-/// Tells running commands to end: SIGTERM, up to the grace, SIGKILL.
+/// Ends running commands: SIGTERM, the grace period, SIGKILL.
 async fn end_commands(channel: &GuestClient, calls: usize) {
     let shutdown = async {
         let message = ShutdownCall { grace_ms: u64::try_from(DESTROY_GRACE.as_millis()).unwrap_or(10_000) };
@@ -194,6 +193,6 @@ async fn end_commands(channel: &GuestClient, calls: usize) {
         call.answer::<serde_json::Value>().await.ok()
     };
     if tokio::time::timeout(DESTROY_GRACE + DESTROY_MARGIN, shutdown).await.is_err() {
-        tracing::warn!(calls, "commands did not end in time; the sandbox is removed all the same");
+        tracing::warn!(calls, "commands did not end in time; the sandbox is removed with them");
     }
 }

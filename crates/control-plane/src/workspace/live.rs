@@ -1,65 +1,64 @@
-//! What this process knows of a workspace: its channel, its calls, its last use, who is changing it.
+//! The live state of a workspace in this process: its channel, its calls, its last use, and the lock of its changes.
 //!
-//! Nothing here is needed after a restart: the store and the provider know everything that matters.
+//! Nothing here is needed after a restart, because the store and the provider have the lasting state.
 //!
-//! Invariant: a call is counted in the same step in which it gets the channel, so whoever finds no calls and takes the
-//! channel away ([`Live::close_if_idle`]) knows that none has begun.
+//! Invariant: a call is counted in the same step in which it gets the channel. So when [`LiveWorkspace::close_if_idle`] finds no calls
+//! and takes the channel away, no call can have begun.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex as StdMutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 use emergent_guest_client::GuestClient;
 use emergent_wire::OperationId;
 use emergent_wire::workspace::ProviderName;
-use tokio::sync::Mutex;
+use parking_lot::Mutex;
 
-use super::usage::Measured;
+use super::usage::LastUsage;
 
-/// A use is written down at most this often, unless somebody wants to know.
+/// The shortest time between two writes of a workspace's use.
 const WRITE_EVERY: Duration = Duration::from_secs(10);
-/// Commands in the background that are remembered: as many as the sandbox keeps the output of.
+/// The limit on background commands that are remembered. The sandbox keeps the output of as many.
 const MAX_OPERATIONS: usize = 100;
+/// A call that fails within this time after its sandbox was ended failed for that reason.
+const RECENT_END: Duration = Duration::from_secs(30);
 
-/// A call that breaks within this time after its sandbox was ended broke for that reason.
-const END_IS_NEWS: Duration = Duration::from_secs(30);
-
-/// A workspace as this process knows it.
+/// The live state of a workspace.
 #[derive(Default)]
-pub(crate) struct Live {
-    /// Held while the sandbox is made, stopped, resumed, copied, removed or reconnected: one change at a time.
-    pub(crate) changing: Arc<Mutex<()>>,
-    traffic: StdMutex<Traffic>,
-    pub(super) measured: StdMutex<Measured>,
-    operations: StdMutex<VecDeque<Operation>>,
-    /// Why this server ended the sandbox, and when.
-    ended: StdMutex<Option<(Instant, String)>>,
+pub(crate) struct LiveWorkspace {
+    /// Held while the sandbox is created, stopped, resumed, copied, removed or reconnected: one change at a time.
+    pub(crate) changing: Arc<tokio::sync::Mutex<()>>,
+    state: Mutex<CallState>,
+    pub(super) last_usage: Mutex<LastUsage>,
+    operations: Mutex<VecDeque<Operation>>,
+    /// The reason for which this server ended the sandbox, and the time.
+    ended: Mutex<Option<(Instant, String)>>,
     /// The sandbox runs a hosted MCP server, whose requests are not counted as calls.
     hosts_mcp_server: AtomicBool,
 }
 
-/// What is remembered of a command in the background, to say whether it ran out of memory.
+/// A background command, remembered to find out whether it ran out of memory.
 struct Operation {
     id: OperationId,
-    /// What the host had ended in the sandbox when it began, or when it was first heard of.
+    /// The host's count of kills in the sandbox when the command began, or when this process first saw it.
     kills_before: u64,
-    /// Whether it ran out of memory, once its end was seen: what happens later is not its doing.
+    /// Whether it ran out of memory, once its end was seen. Later kills do not concern it.
     ran_out: Option<bool>,
 }
 
 #[derive(Default)]
-struct Traffic {
-    /// None once the workspace is to be stopped or removed.
+struct CallState {
+    /// None while the workspace is being stopped or removed.
     connection: Option<SandboxConnection>,
     /// Calls in progress.
     calls: usize,
-    /// Calls that were ever begun.
+    /// All calls that have begun.
     begun: u64,
-    /// The host has ended a process of the sandbox: calls look first whether it should be started again.
+    /// The host has killed a process of the sandbox. The next call checks whether to restart the sandbox.
     damaged: bool,
-    /// A use that was not yet written down.
+    /// A use that is not stored yet.
     used: Option<DateTime<Utc>>,
     last_use: Option<DateTime<Utc>>,
     written: Option<Instant>,
@@ -73,85 +72,82 @@ pub(crate) struct SandboxConnection {
     pub(crate) provider: ProviderName,
 }
 
-/// A call in progress; it ends when this is dropped.
-pub(crate) struct Busy(Arc<Live>);
+/// Counts a call in progress until it is dropped.
+pub(crate) struct CallGuard(Arc<LiveWorkspace>);
 
-impl Drop for Busy {
+impl Drop for CallGuard {
     fn drop(&mut self) {
-        self.0.traffic().calls -= 1;
+        self.0.state.lock().calls -= 1;
     }
 }
 
-impl Busy {
-    pub(super) fn live(&self) -> &Live {
+impl CallGuard {
+    pub(super) fn live(&self) -> &LiveWorkspace {
         &self.0
     }
 }
 
-/// There are calls in progress.
-pub(crate) struct InUse;
+/// Calls are in progress.
+pub(crate) struct CallsInProgress;
 
-impl Live {
-    fn traffic(&self) -> MutexGuard<'_, Traffic> {
-        self.traffic.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins a call, if the sandbox's channel is open. While it is, no call needs to ask the store.
-    pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(SandboxConnection, Busy)> {
-        let mut traffic = self.traffic();
-        if traffic.damaged {
+impl LiveWorkspace {
+    /// Begins a call, if the sandbox's channel is open. Then the call need not read the store.
+    pub(crate) fn begin_call(self: &Arc<Self>) -> Option<(SandboxConnection, CallGuard)> {
+        let mut state = self.state.lock();
+        if state.damaged {
             return None;
         }
-        let connection = traffic.open_channel()?;
-        traffic.calls += 1;
-        traffic.begun += 1;
-        drop(traffic);
-        Some((connection, Busy(Arc::clone(self))))
+        let connection = state.open_connection()?;
+        state.calls += 1;
+        state.begun += 1;
+        drop(state);
+        Some((connection, CallGuard(Arc::clone(self))))
     }
 
     /// The connection to the sandbox, if its channel is open.
     pub(crate) fn connection(&self) -> Option<SandboxConnection> {
-        self.traffic().open_channel()
+        self.state.lock().open_connection()
     }
 
     pub(crate) fn set_connection(&self, new: SandboxConnection) {
-        self.traffic().connection = Some(new);
+        self.state.lock().connection = Some(new);
     }
 
-    /// From now on calls ask the store first. The channel lives as long as what is returned.
+    /// Takes the connection away, so that new calls read the store first. The channel stays open until the returned connection is
+    /// dropped.
     pub(crate) fn close_to_calls(&self) -> Option<SandboxConnection> {
-        self.traffic().connection.take()
+        self.state.lock().connection.take()
     }
 
-    /// The same, unless there are calls.
-    pub(crate) fn close_if_idle(&self) -> Result<Option<SandboxConnection>, InUse> {
-        let mut traffic = self.traffic();
-        if traffic.calls > 0 { Err(InUse) } else { Ok(traffic.connection.take()) }
+    /// The same, unless calls are in progress.
+    pub(crate) fn close_if_idle(&self) -> Result<Option<SandboxConnection>, CallsInProgress> {
+        let mut state = self.state.lock();
+        if state.calls > 0 { Err(CallsInProgress) } else { Ok(state.connection.take()) }
     }
 
-    /// The host has ended a process of the sandbox.
+    /// Notes that the host has killed a process of the sandbox.
     pub(super) fn note_damage(&self) {
-        self.traffic().damaged = true;
+        self.state.lock().damaged = true;
     }
 
-    /// The connection to a damaged sandbox that can be ended without loss: there are no calls, and no commands were started in
-    /// the background. Given once for each damage.
+    /// The connection to a damaged sandbox that can be restarted without loss: no calls are in progress, and no commands were
+    /// started in the background. Returned once for each damage.
     pub(super) fn take_damaged(&self) -> Option<SandboxConnection> {
-        let has_operations = !self.operations().is_empty();
-        let mut traffic = self.traffic();
-        let is_damaged = std::mem::take(&mut traffic.damaged);
-        (is_damaged && traffic.calls == 0 && !has_operations).then(|| traffic.open_channel()).flatten()
+        let has_operations = !self.operations.lock().is_empty();
+        let mut state = self.state.lock();
+        let is_damaged = std::mem::take(&mut state.damaged);
+        (is_damaged && state.calls == 0 && !has_operations).then(|| state.open_connection()).flatten()
     }
 
-    /// Remembers why the sandbox is ended, for calls that end with it.
-    pub(super) fn note_end(&self, why: &str) {
-        *self.ended.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), why.to_owned()));
+    /// Notes the reason for which this server ends the sandbox. Calls that fail with it report this reason.
+    pub(super) fn note_end(&self, reason: &str) {
+        *self.ended.lock() = Some((Instant::now(), reason.to_owned()));
     }
 
-    /// Why this server ended the sandbox a moment ago, if it did.
-    pub(super) fn last_end(&self) -> Option<String> {
-        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
-        ended.as_ref().filter(|(at, _)| at.elapsed() < END_IS_NEWS).map(|(_, why)| why.clone())
+    /// The reason for which this server ended the sandbox a moment ago, if it did.
+    pub(super) fn recent_end(&self) -> Option<String> {
+        let ended = self.ended.lock();
+        ended.as_ref().filter(|(at, _)| at.elapsed() < RECENT_END).map(|(_, reason)| reason.clone())
     }
 
     pub(crate) fn note_mcp_server(&self) {
@@ -162,46 +158,42 @@ impl Live {
         self.hosts_mcp_server.load(Ordering::Relaxed)
     }
 
-    /// Calls that were ever begun, and calls in progress.
+    /// The number of all calls that have begun, and of calls in progress.
     pub(crate) fn call_counts(&self) -> (u64, usize) {
-        let traffic = self.traffic();
-        (traffic.begun, traffic.calls)
+        let state = self.state.lock();
+        (state.begun, state.calls)
     }
 
-    /// Calls in progress.
+    /// The number of calls in progress.
     pub(crate) fn calls(&self) -> usize {
-        self.traffic().calls
+        self.state.lock().calls
     }
 
-    /// Notes a use. Gives it back when it is time to write it down.
+    /// Notes a use. Returns it when it is due to be stored, which the caller does.
     pub(crate) fn note_use(&self, now: DateTime<Utc>) -> Option<DateTime<Utc>> {
-        let mut traffic = self.traffic();
-        traffic.used = Some(now);
-        traffic.last_use = Some(now);
-        traffic.written.is_none_or(|at| at.elapsed() >= WRITE_EVERY).then(|| traffic.take_use()).flatten()
+        let mut state = self.state.lock();
+        state.used = Some(now);
+        state.last_use = Some(now);
+        state.written.is_none_or(|at| at.elapsed() >= WRITE_EVERY).then(|| state.take_use()).flatten()
     }
 
-    /// The last use that this process knows of; the write of it may be in progress.
+    /// The last use that this process knows, stored or not.
     pub(crate) fn last_use(&self) -> Option<DateTime<Utc>> {
-        self.traffic().last_use
+        self.state.lock().last_use
     }
 
-    /// The last use, if it is not yet written down; it is the caller's to write. A call in progress is a use now.
+    /// The last use, if it is not stored yet. The caller stores it. Calls in progress count as a use now.
     pub(crate) fn unwritten_use(&self, now: DateTime<Utc>) -> Option<DateTime<Utc>> {
-        let mut traffic = self.traffic();
-        if traffic.calls > 0 {
-            traffic.used = Some(now);
+        let mut state = self.state.lock();
+        if state.calls > 0 {
+            state.used = Some(now);
         }
-        traffic.take_use()
+        state.take_use()
     }
 
-    fn operations(&self) -> MutexGuard<'_, VecDeque<Operation>> {
-        self.operations.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Remembers a command in the background, unless it is known.
-    pub(super) fn remember_operation(&self, id: OperationId, kills_now: u64) {
-        let mut operations = self.operations();
+    /// Remembers a background command, unless it is known.
+    pub(super) fn note_operation(&self, id: OperationId, kills_now: u64) {
+        let mut operations = self.operations.lock();
         if operations.iter().any(|known| known.id == id) {
             return;
         }
@@ -211,22 +203,27 @@ impl Live {
         operations.push_back(Operation { id, kills_before: kills_now, ran_out: None });
     }
 
-    /// Settles whether a command that has ended ran out of memory: `judge` is asked once, with what the host had ended
-    /// before. True besides for the first who asks.
-    pub(super) fn settle_operation(&self, id: OperationId, judge: impl FnOnce(u64) -> bool) -> (bool, bool) {
-        let mut operations = self.operations();
+    /// Whether a background command that has ended ran out of memory, and whether this is the first call that finds its end.
+    /// `ran_out` decides at the first call, with the count of kills when the command began.
+    pub(super) fn ran_out_of_memory(
+        &self,
+        id: OperationId,
+        ran_out: impl FnOnce(u64) -> bool,
+    ) -> (bool, bool) {
+        let mut operations = self.operations.lock();
         let Some(known) = operations.iter_mut().find(|known| known.id == id) else {
             return (false, false);
         };
         match known.ran_out {
             Some(ran_out) => (ran_out, false),
-            None => (*known.ran_out.insert(judge(known.kills_before)), true),
+            None => (*known.ran_out.insert(ran_out(known.kills_before)), true),
         }
     }
 }
 
-impl Traffic {
-    fn open_channel(&mut self) -> Option<SandboxConnection> {
+impl CallState {
+    /// The connection, unless its channel is closed.
+    fn open_connection(&mut self) -> Option<SandboxConnection> {
         if self.connection.as_ref().is_some_and(|connection| connection.channel.is_closed()) {
             self.connection = None;
         }

@@ -1,4 +1,4 @@
-//! Workspaces: their placement, their life, the calls to their guest agents, and recovery after a crash.
+//! Workspaces: placement, lifecycle, calls to guest agents, snapshots, the warm pool, and recovery after a crash.
 //!
 //! ```text
 //!  create ─┬─▶ placement (pure)                    calls ──▶ connections ──▶ providers
@@ -7,7 +7,7 @@
 //!  in the background: health, recovery ──▶ lifecycle, snapshots, quarantine; sweep ──▶ lifecycle; pool; usage;
 //!                     disk_guard ──▶ lifecycle; cpu_fairness
 //!
-//!  all of them: context (store, settings, providers, what is known of each workspace)
+//!  all of them: context (store, settings, providers, and the live state of each workspace)
 //! ```
 
 #[cfg(test)]
@@ -42,9 +42,10 @@ use std::sync::Arc;
 
 use chrono::{DateTime, SubsecRound, TimeDelta, Utc};
 use emergent_providers::Providers;
-use emergent_store::{SealingKey, Store};
+use emergent_store::{SealingKey, Store, StoreError};
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::{Usage, Workspace, WorkspaceStatus, check_holder};
+use serde::Deserialize as _;
 
 use crate::config::Settings;
 pub(crate) use calls::{Calls, GuestAnswer, GuestRequest, OutputLimit, RunningCall, TimeLimit};
@@ -56,7 +57,7 @@ use disk_guard::DiskGuard;
 use disk_space::DiskSpace;
 pub(crate) use disk_space::{Level as DiskLevel, make_room_for_database};
 use error::Result;
-pub(crate) use error::WorkspaceError;
+pub(crate) use error::{WorkspaceError, damaged_setting, damaged_workspace};
 pub(crate) use health::{CHECK_EVERY as HEALTH_EVERY, ProviderHealth};
 use lifecycle::Lifecycle;
 pub(crate) use live::SandboxConnection;
@@ -68,7 +69,7 @@ use snapshots::Snapshots;
 use sweep::Sweeper;
 use usage::UsageMonitor;
 
-/// The parts that look after all workspaces of this server.
+/// The parts of this server that manage workspaces.
 pub(crate) struct Workspaces {
     pub(crate) context: Arc<Context>,
     pub(crate) health: Arc<ProviderHealth>,
@@ -114,7 +115,7 @@ impl Workspaces {
         })
     }
 
-    /// A workspace as callers see it, with its usage.
+    /// A workspace with its usage.
     pub(crate) async fn get(&self, id: WorkspaceId) -> Result<Workspace> {
         let live = self.context.known_live(id);
         if let Some(live) = &live {
@@ -130,7 +131,7 @@ impl Workspaces {
         Ok(workspace)
     }
 
-    /// The usage of a sandbox, if this process has a channel to it.
+    /// The usage of a sandbox. None if this process has no channel to it.
     pub(crate) async fn usage_of(&self, workspace: &Workspace) -> Option<Usage> {
         let live = self.context.known_live(workspace.id)?;
         self.usage.measure(&live, &workspace.resource_limits).await
@@ -143,7 +144,7 @@ impl Workspaces {
         attached.map_err(|holder| WorkspaceError::Held { id, holder })
     }
 
-    /// Detaches the holder of a workspace: this one, or any.
+    /// Detaches the holder of a workspace: only this one, or any if None.
     pub(crate) async fn detach(&self, id: WorkspaceId, holder: Option<&str>) -> Result<Workspace> {
         holder.map_or(Ok(()), check_holder)?;
         let detached = self.context.store.detach(id, holder).await?;
@@ -151,9 +152,16 @@ impl Workspaces {
     }
 }
 
+/// The warnings in a workspace's metadata.
+pub(crate) fn warnings_of(workspace: &Workspace) -> Result<Vec<String>, StoreError> {
+    let Some(warnings) = workspace.metadata.get("warnings") else { return Ok(Vec::new()) };
+    Vec::deserialize(warnings)
+        .map_err(|error| damaged_workspace(workspace.id, "metadata", format!("warnings: {error}")))
+}
+
 /// Shows a use whose write is still in progress.
 fn show_use(workspace: &mut Workspace, used: DateTime<Utc>) {
-    // With the precision of the database.
+    // The precision of the database.
     let used = used.trunc_subsecs(6);
     let since = used - workspace.last_used_at;
     if since > TimeDelta::zero() && workspace.status != WorkspaceStatus::Destroying {

@@ -1,7 +1,7 @@
-//! Removes credentials from clones that earlier versions made of a URL with a credential in it.
+//! Removes credentials from clones that earlier versions made from a URL with a credential in it.
 //!
-//! git keeps the URL of a clone in `.git/config`. The migration that cleaned the database marked these workspaces; their clone is
-//! cleaned when this server first reaches the sandbox. Remotes that somebody adds by hand are left alone.
+//! git keeps the URL of a clone in `.git/config`. The migration that cleaned the database has marked these workspaces. Their clones
+//! are cleaned when this server first connects to the sandbox. Later changes to the remotes are left alone.
 
 use std::time::Duration;
 
@@ -15,20 +15,20 @@ use serde_json::Value;
 
 use super::context::Context;
 
-/// Where git keeps a clone's remotes.
+/// The file with the remotes of a clone.
 const CONFIG: &str = "/workspace/.git/config";
-/// The largest configuration that is cleaned.
+/// The limit on the size of that file.
 const CONFIG_BYTES: usize = 1 << 20;
-/// How long it may take to clean one.
-const CLEAN_TIME: Duration = Duration::from_secs(20);
+/// The time limit for cleaning a clone.
+const CLEAN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Cleans the clone of a workspace that is marked. A failure is logged, and the next connection tries again.
+/// Cleans the clone of a marked workspace. A failure is logged, and the next connection tries again.
 pub(super) async fn clean(context: &Context, record: &WorkspaceRecord, channel: &GuestClient) {
     let id = record.workspace.id;
     if record.workspace.metadata.get(CREDENTIAL_IN_CLONE) != Some(&Value::Bool(true)) {
         return;
     }
-    match tokio::time::timeout(CLEAN_TIME, remove_credentials(channel))
+    match tokio::time::timeout(CLEAN_TIMEOUT, remove_credentials(channel))
         .await
         .unwrap_or(Err(CleanError::TooSlow))
     {
@@ -45,7 +45,7 @@ pub(super) async fn clean(context: &Context, record: &WorkspaceRecord, channel: 
 /// The error of cleaning a clone.
 #[derive(Debug, thiserror::Error)]
 enum CleanError {
-    #[error("it took more than {} s", CLEAN_TIME.as_secs())]
+    #[error("it took more than {} s", CLEAN_TIMEOUT.as_secs())]
     TooSlow,
     #[error("its configuration has more than {CONFIG_BYTES} bytes")]
     TooLarge,

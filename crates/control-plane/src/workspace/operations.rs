@@ -1,4 +1,4 @@
-//! Commands in the background: their state, their output, and their end.
+//! Commands in the background: state, output, kill.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use super::error::Result;
 use crate::caller::Caller;
 use crate::tools::{COMMAND_MARGIN, COMMAND_OUTPUT_BYTES, lossy};
 
-/// The time in which the agent answers what it knows of a command.
-const LOOK_TIME: Duration = Duration::from_secs(120);
+/// The time limit for reading the state of a command.
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 impl Calls {
     /// The state of a command in the background, and its output from an offset on.
@@ -26,7 +26,7 @@ impl Calls {
         offset: u64,
     ) -> Result<OperationAnswer> {
         let call = GuestCall::Attach(AttachCall { operation_id, offset, follow: false });
-        let time_limit = TimeLimit::Total(LOOK_TIME);
+        let time_limit = TimeLimit::Total(READ_TIMEOUT);
         let mut running = self.start(caller, id, GuestRequest { call, input: None, time_limit }).await?;
         let output = running.answer(OutputLimit::command(COMMAND_OUTPUT_BYTES)).await?;
         let mut answer: OperationAnswer = output.parse()?;
@@ -49,7 +49,7 @@ impl Calls {
         Ok(FollowedOperation(self.start(caller, id, request).await?))
     }
 
-    /// Ends a command in the background.
+    /// Kills a command in the background.
     pub(crate) async fn kill_operation(
         self: &Arc<Self>,
         caller: &Caller,
@@ -63,10 +63,10 @@ impl Calls {
     }
 }
 
-/// A command in the background whose output is read as it comes.
+/// A background command whose output is read while it runs.
 pub(crate) struct FollowedOperation(RunningCall);
 
-/// A piece of its output, or its end.
+/// A piece of output, or the end of the command.
 pub(crate) enum OperationEvent {
     Stdout(bytes::Bytes),
     Stderr(bytes::Bytes),

@@ -3,14 +3,15 @@
 //! A request that names a provider gets that provider or an error. Otherwise the providers are tried in the order of their ranks
 //! ([`ProviderFacts::ranks`]). With security level `high` only microVMs are admitted.
 
+use std::fmt;
+
 use emergent_providers::{Absence, ProviderFacts};
 use emergent_wire::workspace::{
     ContainerType, DeploymentMode, IsolationLevel, Placement, ProviderChoice, ProviderName,
     RejectedCandidate, SecurityLevel,
 };
-use emergent_wire::{ErrorCode, ErrorDetail};
 
-/// The part of a request that placement decides by.
+/// The part of a request that placement depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PlacementRequest {
     pub(crate) container_type: ContainerType,
@@ -30,13 +31,13 @@ pub(crate) struct ProviderState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Availability {
     Healthy,
-    /// This server has it, but it can't be used for this reason.
+    /// It is configured, but can't be used for this reason.
     Unhealthy(String),
-    /// This server does not have it.
+    /// It is not configured.
     Absent,
 }
 
-/// The providers to try, in this order, and the providers that were rejected.
+/// The providers to try, best first, and the rejected providers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(crate) candidates: Vec<Candidate>,
@@ -67,10 +68,36 @@ impl Candidate {
     }
 }
 
+/// No provider can take the workspace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NoProvider {
+    pub(crate) rejected: Vec<RejectedCandidate>,
+    /// Whether the request names the provider.
+    is_explicit: bool,
+    /// Whether the same request fails again until the request or the configuration changes.
+    pub(crate) is_permanent: bool,
+}
+
+impl std::error::Error for NoProvider {}
+
+impl fmt::Display for NoProvider {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let each: Vec<String> = self
+            .rejected
+            .iter()
+            .map(|candidate| format!("{}: {}", candidate.provider, candidate.reason))
+            .collect();
+        match each.as_slice() {
+            [only] if self.is_explicit => write!(f, "the provider that was asked for can't be used: {only}"),
+            _ => write!(f, "no provider can take this workspace: {}", each.join("; ")),
+        }
+    }
+}
+
 /// The reason why a provider is no candidate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Rejection {
-    /// This server does not have it.
+    /// It is not configured.
     Absent(Absence),
     /// Its isolation is too weak for the security level.
     TooWeak(IsolationLevel),
@@ -89,14 +116,14 @@ impl Rejection {
         }
     }
 
-    /// Whether the same request would be rejected again until the request or the configuration changes.
+    /// Whether the same request is rejected again until the request or the configuration changes.
     fn is_permanent(&self) -> bool {
         matches!(self, Self::TooWeak(_) | Self::Absent(Absence::NotAllowed(_)))
     }
 }
 
 /// Chooses the providers to try.
-pub(crate) fn plan(request: PlacementRequest, providers: &[ProviderState]) -> Result<Plan, ErrorDetail> {
+pub(crate) fn plan(request: PlacementRequest, providers: &[ProviderState]) -> Result<Plan, NoProvider> {
     let mut plan = Plan { candidates: Vec::new(), rejected: Vec::new() };
     let mut rejections = Vec::new();
     for provider in preference(request, providers) {
@@ -113,7 +140,7 @@ pub(crate) fn plan(request: PlacementRequest, providers: &[ProviderState]) -> Re
         }
     }
     if plan.candidates.is_empty() {
-        return Err(no_candidate(request, &rejections, &plan.rejected));
+        return Err(no_candidate(request, &rejections, plan.rejected));
     }
     Ok(plan)
 }
@@ -155,32 +182,25 @@ fn reason(request: PlacementRequest, name: ProviderName, rejected: &[RejectedCan
     if request.provider.explicit().is_some() {
         return format!("{name} was asked for");
     }
-    let better: Vec<String> = rejected
+    let preferred: Vec<String> = rejected
         .iter()
         .map(|candidate| format!("{} can't be used ({})", candidate.provider, candidate.reason))
         .collect();
-    if better.is_empty() {
+    if preferred.is_empty() {
         return format!("{name} is the first choice for this kind of workspace");
     }
-    format!("{name} is the best there is here: {}", better.join(", "))
+    format!("{name} is the best available provider: {}", preferred.join(", "))
 }
 
 fn no_candidate(
     request: PlacementRequest,
     rejections: &[Rejection],
-    rejected: &[RejectedCandidate],
-) -> ErrorDetail {
-    let each: Vec<String> =
-        rejected.iter().map(|candidate| format!("{}: {}", candidate.provider, candidate.reason)).collect();
+    rejected: Vec<RejectedCandidate>,
+) -> NoProvider {
     let is_explicit = request.provider.explicit().is_some();
     let is_too_weak = rejections.iter().any(|rejection| matches!(rejection, Rejection::TooWeak(_)));
     let is_refused = is_explicit && rejections.iter().all(Rejection::is_permanent);
-    let code = if is_too_weak || is_refused { ErrorCode::Unacceptable } else { ErrorCode::Unavailable };
-    let message = match each.as_slice() {
-        [only] if is_explicit => format!("the provider that was asked for can't be used: {only}"),
-        _ => format!("no provider can take this workspace: {}", each.join("; ")),
-    };
-    ErrorDetail::new(code, message).with_details(serde_json::json!({ "candidates": rejected }))
+    NoProvider { rejected, is_explicit, is_permanent: is_too_weak || is_refused }
 }
 
 #[cfg(test)]
@@ -193,7 +213,7 @@ mod tests {
 
     use ProviderName::{Docker, E2b, Firecracker, Gvisor};
 
-    /// The standard table, of which the server has these providers; those with a problem are unhealthy.
+    /// The standard table, of which these providers are configured. Those with a problem are unhealthy.
     fn having(enabled: &[(ProviderName, Option<&str>)]) -> Vec<ProviderState> {
         let state = |facts: &ProviderFacts| {
             let found = enabled.iter().find(|(name, _)| *name == facts.name);
@@ -243,7 +263,7 @@ mod tests {
     fn managed_deployment_with_e2b_configured() {
         let all = having(&[(Firecracker, None), (Gvisor, None), (E2b, None)]);
         assert_eq!(order(MANAGED, &all), [E2b, Firecracker, Gvisor]);
-        // On one's own machines the cloud comes last.
+        // In a self-hosted deployment the cloud comes last.
         assert_eq!(order(AUTO, &all), [Firecracker, Gvisor, E2b]);
     }
 
@@ -290,7 +310,7 @@ mod tests {
             })
     }
 
-    /// Any table: each name with facts of its own, which have nothing to do with the name.
+    /// Any table: each name with random facts, because placement must not depend on names.
     fn any_providers() -> impl Strategy<Value = Vec<ProviderState>> {
         let rank = || prop::option::of(any::<u8>());
         let facts = (select(IsolationLevel::ALL), rank(), rank(), rank(), any::<bool>());
@@ -375,7 +395,7 @@ mod tests {
             }
         }
 
-        /// A retry can help only if no permanent rejection stands in the way.
+        /// A retry can't help where the rejection is permanent.
         #[test]
         fn a_request_that_can_never_succeed_is_unacceptable(
             request in any_request(),
@@ -391,7 +411,7 @@ mod tests {
                 Availability::Healthy | Availability::Unhealthy(_) => is_too_weak,
             };
             if let Err(error) = plan(request, &providers) {
-                prop_assert_eq!(error.code == ErrorCode::Unacceptable, expected, "{:?}", error);
+                prop_assert_eq!(error.is_permanent, expected, "{:?}", error);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Quarantine: files that this database knows nothing of are set aside, not removed.
+//! Quarantine: sandboxes and snapshots without a row are orphans. Their files are kept as snapshots in quarantine.
 //!
 //! ```text
 //! orphan ──orphan_grace_seconds──▶ row `quarantined` ──▶ sandbox ended, its disk kept as a snapshot
@@ -6,14 +6,13 @@
 //!                                     └── purge, or quarantine_days ──▶ removed
 //! ```
 //!
-//! No crash leaves a sandbox or a copy without a row, because the row is written first and removed last. So an orphan means that
-//! the database is not the one that made it: it was restored from an older backup, or adopted another installation's files.
+//! No crash leaves an orphan, because the row is written before the sandbox and deleted after it. So the database is not the one that
+//! the orphan was made with: it was restored from an older backup, or adopted another installation's files.
 //!
-//! The row is written before the sandbox is touched, and its id is the workspace's. So a server that is killed in between is
-//! followed by one that does the same again.
+//! The row is written before the sandbox is ended, and has the id of the workspace. So after a crash the next pass finishes the step.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::TimeDelta;
@@ -22,6 +21,7 @@ use emergent_store::{NewSnapshot, SnapshotRecord};
 use emergent_wire::snapshot::{Snapshot, SnapshotStatus};
 use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
 use emergent_wire::{SnapshotId, WorkspaceId};
+use parking_lot::Mutex;
 use uuid::Uuid;
 
 use super::context::Context;
@@ -30,7 +30,7 @@ use super::error::{Result, SnapshotError, WorkspaceError};
 use super::snapshots::Snapshots;
 use crate::config::Existing;
 
-/// Moves orphans into quarantine, and out of it.
+/// Moves orphans into quarantine, restores them and removes them.
 pub(crate) struct Quarantine {
     context: Arc<Context>,
     disk_space: Arc<DiskSpace>,
@@ -47,7 +47,7 @@ impl Quarantine {
         snapshots: &Arc<Snapshots>,
     ) -> Arc<Self> {
         let settings = &context.settings;
-        // Adopted files are orphans on purpose: they need no grace period.
+        // The operator has adopted these files, so they need no grace period.
         let is_adopted = settings.existing == Existing::Adopt;
         let grace = if is_adopted { 0 } else { settings.workspaces.orphan_grace_seconds };
         Arc::new(Self {
@@ -59,14 +59,14 @@ impl Quarantine {
         })
     }
 
-    /// Whether an orphan, which is seen now, has been one for long enough.
+    /// Whether the grace period of an orphan is over. It begins with the first call.
     pub(super) fn is_due(&self, provider: ProviderName, id: Uuid) -> bool {
-        let mut first_seen = self.first_seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first_seen = self.first_seen.lock();
         let since = first_seen.entry((provider, id)).or_insert_with(|| {
             tracing::warn!(
                 %provider, %id, grace_s = self.grace.as_secs(),
-                "a sandbox or snapshot of this installation has no record in the database; it goes to quarantine after the grace \
-                 period (see `emergent quarantine --help`). If the database was restored by mistake, put the right one back now"
+                "a sandbox or snapshot of this installation has no row in the database: it is quarantined after the grace period \
+                 (see `emergent quarantine --help`). If the database was restored by mistake, put the right one back now"
             );
             Instant::now()
         });
@@ -74,7 +74,7 @@ impl Quarantine {
     }
 
     fn forget(&self, provider: ProviderName, id: Uuid) {
-        self.first_seen.lock().unwrap_or_else(PoisonError::into_inner).remove(&(provider, id));
+        self.first_seen.lock().remove(&(provider, id));
     }
 
     /// Ends a sandbox without a row and keeps its disk.
@@ -84,21 +84,21 @@ impl Quarantine {
         failpoint!("quarantine.row_written");
         self.context.provider(provider)?.quarantine(id, to).await?;
         failpoint!("quarantine.sandbox_ended");
-        self.finish(provider, to).await
+        self.store_properties(provider, to).await
     }
 
-    /// Writes down a copy without a row.
+    /// Writes the row of a snapshot without one.
     pub(super) async fn add_copy(&self, provider: ProviderName, id: SnapshotId) -> Result<()> {
         if !self.is_due(provider, id.0) {
             return Ok(());
         }
         let found = self.found(provider, WorkspaceId(id.0), id);
         self.context.store.insert_quarantined(&found).await?;
-        self.finish(provider, id).await
+        self.store_properties(provider, id).await
     }
 
-    /// Writes down what is in quarantine, or that there were no files.
-    async fn finish(&self, provider: ProviderName, id: SnapshotId) -> Result<()> {
+    /// Stores the properties of the files in quarantine. Removes the row when there are no files.
+    async fn store_properties(&self, provider: ProviderName, id: SnapshotId) -> Result<()> {
         match self.context.provider(provider)?.inspect_snapshot(id).await? {
             Some(info) => {
                 let defaults = self.context.settings.workspaces.default_limits();
@@ -111,10 +111,10 @@ impl Quarantine {
                     info.memory_limits.is_some(),
                 );
                 noted.await?;
-                tracing::warn!(snapshot = %id, bytes = info.bytes, "files without a record in the database are in quarantine");
+                tracing::warn!(snapshot = %id, bytes = info.bytes, "files without a row in the database are in quarantine");
                 metrics::counter!("emergent_quarantined_total").increment(1);
             }
-            // A part of a copy, or a sandbox without a disk.
+            // An incomplete snapshot, or a sandbox without a disk.
             None => {
                 let record = self.context.store.snapshot(id).await?;
                 self.snapshots.discard(&record).await?;
@@ -129,9 +129,9 @@ impl Quarantine {
             id,
             workspace_id,
             provider,
-            description: Some("found without a record in the database".to_owned()),
+            description: Some("found without a row in the database".to_owned()),
             image: self.context.settings.workspaces.default_image.clone(),
-            // Nobody knows what it was allowed to reach.
+            // The network mode that it had is unknown.
             network: NetworkMode::Isolated,
             limits: self.context.settings.workspaces.default_limits(),
             memory: false,
@@ -139,13 +139,13 @@ impl Quarantine {
         }
     }
 
-    /// Makes an ordinary snapshot of what is in quarantine.
+    /// Turns files in quarantine into an ordinary snapshot.
     pub(crate) async fn restore(&self, id: SnapshotId) -> Result<Snapshot> {
         self.quarantined(id).await?;
         self.context.store.restore_quarantined(id).await.map_err(WorkspaceError::from)
     }
 
-    /// Removes what is in quarantine.
+    /// Removes files in quarantine.
     pub(crate) async fn purge(&self, id: SnapshotId) -> Result<()> {
         self.disk_space.make_room_for_database();
         let record = self.quarantined(id).await?;
@@ -160,7 +160,7 @@ impl Quarantine {
         Ok(record)
     }
 
-    /// Removes what has been in quarantine for too long.
+    /// Removes files whose time in quarantine is over.
     pub(crate) async fn prune(&self) {
         let days = self.context.settings.workspaces.quarantine_days;
         if days == 0 {
@@ -171,7 +171,7 @@ impl Quarantine {
             for record in self.context.store.all_snapshots().await?.readable {
                 let snapshot = &record.snapshot;
                 if snapshot.status == SnapshotStatus::Quarantined && snapshot.created_at < oldest {
-                    tracing::warn!(snapshot = %snapshot.id, days, "nobody has restored files in quarantine; they are removed");
+                    tracing::warn!(snapshot = %snapshot.id, days, "files in quarantine are removed: they were not restored in time");
                     self.snapshots.discard(&record).await?;
                 }
             }

@@ -1,7 +1,7 @@
-//! Heals what a crash left: compares what the rows say with what is there, and finishes or undoes.
+//! Recovery after crashes: compares the rows with the sandboxes of the providers, and finishes or undoes interrupted changes.
 //!
-//! The same pass runs at start, with nothing in progress, and then from time to time. It takes no input, so running it
-//! once more never hurts. [`plan`] is a pure function; carrying it out goes through the same code as ordinary requests.
+//! The same pass runs at the start and then periodically. It is idempotent. [`plan`] is a pure function. Its steps are carried out by
+//! the same code as ordinary requests.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -23,44 +23,44 @@ use super::lifecycle::Lifecycle;
 use super::quarantine::Quarantine;
 use super::snapshots::Snapshots;
 
-/// How often the pass runs.
+/// The interval of passes.
 pub(crate) const RUN_EVERY: Duration = Duration::from_secs(60);
-/// Steps that run at once.
-const AT_ONCE: usize = 8;
+/// The limit on steps that run at the same time.
+const MAX_STEPS: usize = 8;
 
-/// Something to do.
+/// One step of recovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Step {
-    /// A creation that nobody finishes: remove it, and its row.
+enum Step {
+    /// Remove the row and the sandbox of an interrupted creation.
     Abandon(WorkspaceId),
-    /// A stop that was begun, or a sandbox that runs though its row says stopped.
+    /// Finish an interrupted stop, or stop a sandbox that runs although its row says `stopped`.
     Stop(WorkspaceId),
-    /// A removal that was begun.
+    /// Finish an interrupted removal.
     Destroy(WorkspaceId),
-    /// A workspace that failed, or that this process has no channel to: look whether it can be used.
-    Examine(WorkspaceId),
-    /// A sandbox that could not be removed when its workspace was made elsewhere.
-    Reap(ProviderName, WorkspaceId),
-    /// A sandbox that has no row. No crash leaves one: the database was restored from a backup, or was changed by hand.
+    /// Connect to a workspace whose row says `error`, or to which this process has no channel.
+    Check(WorkspaceId),
+    /// Remove a sandbox whose workspace was made on another provider.
+    RemoveLeftover(ProviderName, WorkspaceId),
+    /// Quarantine a sandbox without a row. No crash leaves one: the database was restored from a backup or changed by hand.
     Quarantine(ProviderName, WorkspaceId),
 }
 
-/// A row, as far as recovery is concerned.
+/// The columns of a workspace's row that recovery decides by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    pub(crate) id: WorkspaceId,
-    pub(crate) status: WorkspaceStatus,
-    /// Where its sandbox is.
-    pub(crate) provider: Option<ProviderName>,
-    /// Somebody is changing it right now: a request of this process, or another server that works.
-    pub(crate) in_progress: bool,
-    /// This process has a channel to it, or need not have one.
-    pub(crate) is_connected: bool,
+struct Row {
+    id: WorkspaceId,
+    status: WorkspaceStatus,
+    /// The provider of its sandbox.
+    provider: Option<ProviderName>,
+    /// A request of this process, or another running server, is changing it.
+    in_progress: bool,
+    /// This process has a channel to it, or needs none.
+    is_connected: bool,
 }
 
-/// What there is to do. `observed` must be older than `rows` and `spares`: a sandbox's row is written before the
-/// sandbox. And `spares` must be older than `rows`: what is a spare may become a workspace, but not the other way.
-pub(crate) fn plan(
+/// The steps of one pass. `observed` must be read before `spares` and `rows`, because the row of a sandbox is written before the
+/// sandbox is made. `spares` must be read before `rows`, because a spare can become a workspace, but a workspace never becomes a spare.
+fn plan(
     rows: &[Row],
     spares: &HashSet<WorkspaceId>,
     observed: &HashMap<ProviderName, Vec<Observed>>,
@@ -78,11 +78,11 @@ pub(crate) fn plan(
         WorkspaceStatus::Stopping => Some(Step::Stop(row.id)),
         WorkspaceStatus::Stopped => running.contains(&row.id).then_some(Step::Stop(row.id)),
         WorkspaceStatus::Destroying => Some(Step::Destroy(row.id)),
-        // One that has ended is started again by its next call.
+        // A sandbox that has ended is restarted by its next call.
         WorkspaceStatus::Ready => {
-            (running.contains(&row.id) && !row.is_connected).then_some(Step::Examine(row.id))
+            (running.contains(&row.id) && !row.is_connected).then_some(Step::Check(row.id))
         }
-        WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Examine(row.id)),
+        WorkspaceStatus::Error => there.contains(&row.id).then_some(Step::Check(row.id)),
     });
     let mut orphans = HashSet::new();
     let mut found: Vec<(ProviderName, WorkspaceId)> = observed
@@ -91,14 +91,14 @@ pub(crate) fn plan(
         .collect();
     found.sort_unstable();
     let for_sandboxes = found.into_iter().filter_map(|(provider, id)| match known.get(&id) {
-        Some(row) => is_elsewhere(row, provider, table).then_some(Step::Reap(provider, id)),
-        // Two providers may list the same sandbox.
+        Some(row) => is_elsewhere(row, provider, table).then_some(Step::RemoveLeftover(provider, id)),
+        // Two providers can list the same sandbox.
         None => (!spares.contains(&id) && orphans.insert(id)).then_some(Step::Quarantine(provider, id)),
     });
     for_rows.chain(for_sandboxes).collect()
 }
 
-/// Whether a workspace that has been made is not among the sandboxes of a provider.
+/// Whether the creation of a workspace has ended, and its sandbox is not among those of this provider.
 fn is_elsewhere(row: &Row, provider: ProviderName, table: &ProviderTable) -> bool {
     let made = row.status != WorkspaceStatus::Creating;
     made && row.provider.is_some_and(|own| !table.share_sandboxes(own, provider))
@@ -130,24 +130,23 @@ impl Recovery {
         })
     }
 
-    /// One pass. What fails is logged and tried again by the next.
+    /// Runs one pass. Failures are logged, and the next pass tries again.
     pub(crate) async fn run(&self) {
         let mut observed = HashMap::new();
         let mut copies = HashMap::new();
-        // All at once: one that hangs keeps nobody waiting for longer than itself.
-        let look = async |provider: &SharedProvider| {
+        // All providers at once, so that one that hangs does not add to the time of the others.
+        let observe = async |provider: &SharedProvider| {
             (provider.name(), tokio::join!(provider.list(), provider.snapshots()))
         };
-        for (name, (sandboxes, snapshots)) in join_all(self.context.providers.iter().map(look)).await {
-            match sandboxes {
-                Ok(found) => {
-                    observed.insert(name, found);
-                }
-                Err(error) => tracing::warn!(provider = %name, %error, "sandboxes can't be listed"),
+        for (name, (sandboxes, snapshots)) in join_all(self.context.providers.iter().map(observe)).await {
+            // A provider that does not answer fails twice, and is logged once.
+            match (&sandboxes, &snapshots) {
+                (Err(error), _) => tracing::warn!(provider = %name, %error, "sandboxes can't be listed"),
+                (_, Err(error)) => tracing::warn!(provider = %name, %error, "snapshots can't be listed"),
+                (Ok(_), Ok(_)) => {}
             }
-            if let Ok(found) = snapshots {
-                copies.insert(name, found);
-            }
+            observed.extend(sandboxes.ok().map(|found| (name, found)));
+            copies.extend(snapshots.ok().map(|found| (name, found)));
         }
         if let Err(error) = self.recover_snapshots(copies).await {
             tracing::warn!(%error, "recovery of snapshots failed; it will be tried again");
@@ -160,13 +159,13 @@ impl Recovery {
             }
         };
         let mut steps = plan(&rows, &spares, &observed, self.context.providers.table());
-        // An orphan is left alone for a while: whoever put the wrong database back can put the right one back.
+        // The grace period of an orphan is the time to replace a database that was restored by mistake.
         steps.retain(|step| match step {
             Step::Quarantine(provider, id) => self.quarantine.is_due(*provider, id.0),
             _ => true,
         });
         futures_util::stream::iter(steps)
-            .for_each_concurrent(AT_ONCE, |step| async move {
+            .for_each_concurrent(MAX_STEPS, |step| async move {
                 if let Err(error) = self.carry_out(step).await {
                     tracing::warn!(?step, %error, "recovery failed; it will be tried again");
                 }
@@ -174,7 +173,7 @@ impl Recovery {
             .await;
         for provider in &self.context.providers {
             if let Err(error) = provider.remove_unused_resources().await {
-                tracing::warn!(provider = %provider.name(), %error, "what no sandbox uses any more could not be removed");
+                tracing::warn!(provider = %provider.name(), %error, "unused resources could not be removed; it will be tried again");
             }
         }
     }
@@ -184,50 +183,49 @@ impl Recovery {
         let records = self.context.store.workspaces_in(WorkspaceStatus::ALL).await?;
         let damaged = [damaged_ids(&spares.unreadable), damaged_ids(&records.unreadable)].concat();
         let owners = records.readable.iter().map(|record| record.owner);
-        self.context.servers.look_for(owners, &self.context.store).await?;
+        self.context.servers.refresh_for(owners, &self.context.store).await?;
         let rows = records.readable.iter().map(|record| {
             let id = record.workspace.id;
-            let in_progress = is_supervised(record)
-                || self.is_changing(id)
-                || !self.context.is_mine_to_change(record.owner);
-            // With others on the database, each opens channels only to what it is asked for.
+            let in_progress =
+                is_supervised(record) || self.is_changing(id) || !self.context.may_change(record.owner);
+            // A server that shares the database opens channels only to workspaces that it is called for.
             let is_connected = self.context.store.is_shared() || self.is_connected(id);
             let (status, provider) = (record.workspace.status, record.workspace.provider);
             Row { id, status, provider, in_progress, is_connected }
         });
-        // Nothing is done to the sandbox of a damaged row, as nothing is done to a spare.
+        // Recovery leaves the sandboxes of damaged rows alone, like those of spares.
         let spares = spares.readable.iter().map(|spare| spare.id);
         Ok((spares.chain(damaged.into_iter().map(WorkspaceId)).collect(), rows.collect()))
     }
 
-    /// Finishes or undoes what was begun with snapshots, and sets copies aside that have no row.
+    /// Removes snapshots whose creation or removal was interrupted, and quarantines copies without a row.
     async fn recover_snapshots(&self, copies: HashMap<ProviderName, Vec<SnapshotId>>) -> Result<()> {
         let snapshots = self.context.store.all_snapshots().await?;
         let records = snapshots.readable;
         let owners = records.iter().map(|record| record.owner);
-        self.context.servers.look_for(owners, &self.context.store).await?;
+        self.context.servers.refresh_for(owners, &self.context.store).await?;
         for record in &records {
-            let is_begun =
+            let is_unfinished =
                 matches!(record.snapshot.status, SnapshotStatus::Creating | SnapshotStatus::Destroying);
-            let in_progress = !self.context.is_mine_to_change(record.owner)
-                || self.is_changing(record.snapshot.workspace_id);
-            if is_begun && !in_progress {
-                tracing::info!(snapshot = %record.snapshot.id, "a copy that was interrupted is removed");
+            let in_progress =
+                !self.context.may_change(record.owner) || self.is_changing(record.snapshot.workspace_id);
+            if is_unfinished && !in_progress {
+                tracing::info!(snapshot = %record.snapshot.id, "an interrupted snapshot is removed");
                 self.snapshots.discard(record).await?;
             }
-            // A server was killed while it set this aside.
+            // A quarantine without a size was interrupted.
             let snapshot = &record.snapshot;
             if snapshot.status == SnapshotStatus::Quarantined
                 && snapshot.size_bytes.is_none()
                 && let Err(error) =
                     self.quarantine.add_sandbox(snapshot.provider, WorkspaceId(snapshot.id.0)).await
             {
-                tracing::warn!(snapshot = %snapshot.id, %error, "files can't be set aside; it will be tried again");
+                tracing::warn!(snapshot = %snapshot.id, %error, "files can't be quarantined; it will be tried again");
             }
         }
         let mut known: HashSet<SnapshotId> = records.iter().map(|record| record.snapshot.id).collect();
         known.extend(damaged_ids(&snapshots.unreadable).into_iter().map(SnapshotId));
-        // Two providers may list the same copy: the first one has it.
+        // Two providers can list the same copy. It is attributed to the first one.
         let mut orphans: BTreeMap<SnapshotId, ProviderName> = BTreeMap::new();
         let mut copies: Vec<_> = copies.into_iter().collect();
         copies.sort_unstable_by_key(|(provider, _)| *provider);
@@ -238,7 +236,7 @@ impl Recovery {
         }
         for (id, provider) in orphans {
             if let Err(error) = self.quarantine.add_copy(provider, id).await {
-                tracing::warn!(snapshot = %id, %error, "a copy can't be set aside; it will be tried again");
+                tracing::warn!(snapshot = %id, %error, "a copy can't be quarantined; it will be tried again");
             }
         }
         Ok(())
@@ -250,7 +248,7 @@ impl Recovery {
         match step {
             Step::Abandon(id) => {
                 use WorkspaceStatus::{Creating, Destroying};
-                // Written down first: a server that was only slow, and not dead, is then told so.
+                // The row is changed first, so that a server that is slow, and not dead, fails to finish the creation.
                 self.context.store.transition(id, &[Creating], Destroying).await?;
                 self.lifecycle.finish_destroy(id).await
             }
@@ -264,8 +262,8 @@ impl Recovery {
                 self.context.store.transition(id, all, WorkspaceStatus::Destroying).await?;
                 self.lifecycle.finish_destroy(id).await
             }
-            Step::Examine(id) => self.connections.examine(id).await,
-            Step::Reap(provider, id) => Ok(self.context.provider(provider)?.destroy(id).await?),
+            Step::Check(id) => self.connections.check(id).await,
+            Step::RemoveLeftover(provider, id) => Ok(self.context.provider(provider)?.destroy(id).await?),
             Step::Quarantine(provider, id) => self.quarantine.add_sandbox(provider, id).await,
         }
     }
@@ -283,7 +281,7 @@ impl Recovery {
     }
 }
 
-/// Logs damaged rows and gives their ids.
+/// Logs damaged rows and returns their ids.
 fn damaged_ids(rows: &[Unreadable]) -> Vec<Uuid> {
     for row in rows {
         tracing::error!(id = %row.id, error = %row.error, "a damaged row: its sandbox is left alone until the row is repaired");
@@ -291,7 +289,7 @@ fn damaged_ids(rows: &[Unreadable]) -> Vec<Uuid> {
     rows.iter().map(|row| row.id).collect()
 }
 
-/// An MCP server that is there: whoever supervises it looks after its sandbox too.
+/// Whether a supervisor manages the sandbox: that of an MCP server whose creation has ended.
 fn is_supervised(record: &WorkspaceRecord) -> bool {
     use WorkspaceStatus::{Error, Ready};
     let workspace = &record.workspace;
@@ -305,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    /// The plan with the providers of this version.
+    /// The plan for the standard providers.
     fn plan(
         rows: &[Row],
         spares: &HashSet<WorkspaceId>,
@@ -324,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_begun_is_finished_or_undone() {
+    fn interrupted_changes_are_finished_or_undone() {
         let none = HashMap::new();
         for (status, is_step) in [
             (WorkspaceStatus::Creating, true),
@@ -351,34 +349,34 @@ mod tests {
         assert!(plan(&[row], &spares, &seen(stray, ObservedState::Running)).is_empty());
     }
 
-    /// A provider went away while a workspace was made on it; the next one took it.
+    /// A provider failed during an attempt, could not remove the sandbox, and the next provider made the workspace.
     #[test]
-    fn what_an_attempt_left_on_another_provider_is_reaped() {
+    fn a_sandbox_that_an_attempt_left_on_another_provider_is_removed() {
         for (own, status, is_left) in [
             (ProviderName::Firecracker, WorkspaceStatus::Ready, true),
             (ProviderName::Firecracker, WorkspaceStatus::Stopped, true),
-            // It may be on its way there.
+            // The creation may still choose that provider.
             (ProviderName::Firecracker, WorkspaceStatus::Creating, false),
             // Both see the same containers.
             (ProviderName::Docker, WorkspaceStatus::Ready, false),
         ] {
             let row = Row { provider: Some(own), in_progress: true, ..row(status) };
             let steps = plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running));
-            let expected = is_left.then_some(Step::Reap(ProviderName::Gvisor, row.id));
+            let expected = is_left.then_some(Step::RemoveLeftover(ProviderName::Gvisor, row.id));
             assert_eq!(steps, expected.into_iter().collect::<Vec<_>>(), "{own} {status}");
         }
     }
 
     #[test]
-    fn an_error_is_looked_at_again_and_a_ready_workspace_is_adopted() {
+    fn failed_workspaces_and_ready_ones_without_a_channel_are_checked() {
         let failed = row(WorkspaceStatus::Error);
         for state in [ObservedState::Running, ObservedState::Stopped] {
-            assert_eq!(plan(&[failed], &HashSet::new(), &seen(failed.id, state)), [Step::Examine(failed.id)]);
+            assert_eq!(plan(&[failed], &HashSet::new(), &seen(failed.id, state)), [Step::Check(failed.id)]);
         }
         assert!(plan(&[failed], &HashSet::new(), &seen(failed.id, ObservedState::Remains)).is_empty());
         let ready = Row { is_connected: false, ..row(WorkspaceStatus::Ready) };
         let seen = seen(ready.id, ObservedState::Running);
-        assert_eq!(plan(&[ready], &HashSet::new(), &seen), [Step::Examine(ready.id)]);
+        assert_eq!(plan(&[ready], &HashSet::new(), &seen), [Step::Check(ready.id)]);
     }
 
     #[test]
@@ -392,7 +390,7 @@ mod tests {
     }
 
     proptest! {
-        /// What a request is working on is left alone, and nothing is done twice.
+        /// Recovery does not touch workspaces that a request is changing, and plans no step twice.
         #[test]
         fn work_in_progress_is_left_alone(
             statuses in prop::collection::vec((select(WorkspaceStatus::ALL), any::<bool>()), 0..12),
@@ -409,7 +407,7 @@ mod tests {
             let distinct: HashSet<Step> = steps.iter().copied().collect();
             prop_assert_eq!(distinct.len(), steps.len());
             for row in rows.iter().filter(|row| row.in_progress) {
-                let touches = |step: &Step| matches!(step, Step::Abandon(id) | Step::Stop(id) | Step::Destroy(id) | Step::Examine(id) if *id == row.id);
+                let touches = |step: &Step| matches!(step, Step::Abandon(id) | Step::Stop(id) | Step::Destroy(id) | Step::Check(id) if *id == row.id);
                 prop_assert!(!steps.iter().any(touches));
             }
         }

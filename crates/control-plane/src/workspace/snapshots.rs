@@ -1,8 +1,8 @@
-//! Copies of workspaces' files, and of the memory of some.
+//! Snapshots: copies of workspaces' files, and of their memory where the provider supports it.
 //!
 //! ```text
-//! row 'creating' ─▶ the sandbox pauses ─▶ disk copied ─▶ it goes on ─▶ 'ready'
-//! row 'destroying' ─▶ copy removed ─▶ row gone
+//! row 'creating' ─▶ sandbox paused ─▶ disk copied ─▶ sandbox unpaused ─▶ 'ready'
+//! row 'destroying' ─▶ copy removed ─▶ row deleted
 //! ```
 
 use std::sync::Arc;
@@ -28,10 +28,10 @@ impl Snapshots {
         Arc::new(Self { context: Arc::clone(context), disk_space: Arc::clone(disk_space) })
     }
 
-    /// Copies a workspace's files.
+    /// Makes a snapshot of a workspace.
     pub(crate) async fn create(&self, id: WorkspaceId, request: Valid<CreateSnapshot>) -> Result<Snapshot> {
         let request = request.into_inner();
-        // Before anything is remembered of an id that may be nobody's.
+        // The row is read first, because an id without a row must not get live state.
         self.context.store.workspace(id).await?;
         let live = self.context.live(id);
         let _changing = live.changing.lock().await;
@@ -62,25 +62,25 @@ impl Snapshots {
         self.context.store.insert_snapshot(&new).await?;
         failpoint!("snapshot.row_written");
         if new.memory {
-            // Its connections are reset: the next call waits for the copy, and opens a new one.
+            // Its connections are reset. The next call waits for the lock and opens a new channel.
             live.close_to_calls();
         }
         match provider.snapshot(id, new.id, new.memory).await {
             Ok(size) => {
                 let snapshot = self.context.store.snapshot_is_ready(new.id, size).await?;
                 failpoint!("snapshot.ready");
-                tracing::info!(workspace = %id, snapshot = %new.id, size, "copied");
+                tracing::info!(workspace = %id, snapshot = %new.id, size, "a snapshot was made");
                 Ok(snapshot)
             }
             Err(error) => {
                 let discarded = match self.context.store.snapshot(new.id).await {
                     Ok(record) => self.discard(&record).await,
-                    // Recovery was faster.
+                    // Recovery has removed it.
                     Err(StoreError::NotFound { .. }) => Ok(()),
                     Err(problem) => Err(problem.into()),
                 };
                 if let Err(problem) = discarded {
-                    tracing::warn!(snapshot = %new.id, %problem, "a failed copy is left to recovery");
+                    tracing::warn!(snapshot = %new.id, %problem, "a failed snapshot can't be removed now; recovery removes it");
                 }
                 Err(error.into())
             }
@@ -94,12 +94,12 @@ impl Snapshots {
         match record.snapshot.status {
             SnapshotStatus::Ready | SnapshotStatus::Quarantined => self.discard(&record).await,
             SnapshotStatus::Creating => Err(SnapshotError::InProgress(id).into()),
-            // Another request, or recovery, is at it.
+            // Another request, or recovery, is removing it.
             SnapshotStatus::Destroying => Ok(()),
         }
     }
 
-    /// Removes a snapshot, whole or not, that nobody else is working on.
+    /// Removes a snapshot, complete or not, unless another server owns it.
     pub(super) async fn discard(&self, record: &SnapshotRecord) -> Result<()> {
         let id = record.snapshot.id;
         if !self.context.store.withdraw_snapshot(id, record.owner).await? {

@@ -1,13 +1,14 @@
-//! Ends workspaces whose time is over, and stops those that nobody uses.
+//! The sweep removes expired workspaces and stops idle ones.
 //!
-//! A use always wins: it is written down before the store is asked, the channel is taken away only while no call has
-//! it, and the store changes the row only if the time is over by what it knows itself.
+//! A use always wins against the sweep: it is stored before the row is read, the channel is taken away only while no call has it, and
+//! the store changes the row only if the workspace is still expired or idle.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_failpoint::failpoint;
+use emergent_store::StoreError;
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
 use futures_util::StreamExt;
@@ -16,28 +17,28 @@ use super::connections::Connections;
 use super::context::Context;
 use super::error::{Result, WorkspaceError};
 use super::lifecycle::Lifecycle;
-use super::live::{InUse, Live, SandboxConnection};
+use super::live::{CallsInProgress, LiveWorkspace, SandboxConnection};
 use super::usage;
 
-/// How often uses are written down that were not yet.
+/// The interval in which uses are stored.
 pub(crate) const WRITE_USES_EVERY: Duration = Duration::from_secs(10);
-/// Workspaces that one pass looks at.
-const AT_MOST: u32 = 500;
-/// Workspaces that are ended at once.
-const AT_ONCE: usize = 4;
-/// Another server may know of a use for this long before it writes it down.
-const OTHERS_MAY_KNOW: TimeDelta = TimeDelta::seconds(15);
+/// The limit on workspaces of one pass.
+const MAX_WORKSPACES: u32 = 500;
+/// The limit on workspaces that are ended at the same time.
+const MAX_ENDINGS: usize = 4;
+/// Another server may store a use this much later.
+const MAX_WRITE_DELAY: TimeDelta = TimeDelta::seconds(15);
 
-/// What the sweep does with a workspace.
+/// The change that the sweep makes to a workspace.
 #[derive(Clone, Copy, Debug)]
 enum Action {
-    /// Its time is over.
+    /// Remove it, because it has expired.
     Expire,
-    /// It was not used since.
+    /// Stop it, if it was not used since this time.
     StopUnusedSince(DateTime<Utc>),
 }
 
-/// Ends workspaces whose time is over.
+/// Removes expired workspaces and stops idle ones.
 pub(crate) struct Sweeper {
     context: Arc<Context>,
     connections: Arc<Connections>,
@@ -57,7 +58,7 @@ impl Sweeper {
         })
     }
 
-    /// Writes down the uses that were not yet: of workspaces with calls in progress, that is now.
+    /// Stores the uses that are not stored yet. Calls in progress count as a use now.
     pub(crate) async fn write_uses(&self) {
         let now = self.context.clock.now();
         for (id, live) in self.context.all_live() {
@@ -65,16 +66,16 @@ impl Sweeper {
         }
     }
 
-    /// One pass over the workspaces whose time is over.
+    /// Runs one pass over the expired workspaces.
     pub(crate) async fn sweep_expired(self: &Arc<Self>) {
-        let now = self.latest_unknown_use();
-        match self.context.store.expired(now, AT_MOST).await {
+        let now = self.all_uses_stored_before();
+        match self.context.store.expired(now, MAX_WORKSPACES).await {
             Ok(ids) => self.sweep(ids, Action::Expire).await,
-            Err(error) => tracing::warn!(error = %error, "expired workspaces can't be looked up"),
+            Err(error) => tracing::warn!(%error, "expired workspaces can't be read; it will be tried again"),
         }
     }
 
-    /// One pass over the workspaces that nobody uses, where the settings want them stopped.
+    /// Runs one pass over the idle workspaces, if the settings have an idle time.
     pub(crate) async fn sweep_idle(self: &Arc<Self>) {
         let Some(seconds) = self.context.settings.workspaces.idle_stop_seconds else {
             return;
@@ -82,22 +83,22 @@ impl Sweeper {
         let Some(idle) = i64::try_from(seconds).ok().and_then(TimeDelta::try_seconds) else {
             return;
         };
-        let before = self.latest_unknown_use() - idle;
-        match self.context.store.unused_since(before, AT_MOST).await {
+        let before = self.all_uses_stored_before() - idle;
+        match self.context.store.unused_since(before, MAX_WORKSPACES).await {
             Ok(ids) => self.sweep(ids, Action::StopUnusedSince(before)).await,
-            Err(error) => tracing::warn!(error = %error, "idle workspaces can't be looked up"),
+            Err(error) => tracing::warn!(%error, "idle workspaces can't be read; it will be tried again"),
         }
     }
 
-    /// Uses before this are all in the store.
-    fn latest_unknown_use(&self) -> DateTime<Utc> {
+    /// All uses before this time are in the store.
+    fn all_uses_stored_before(&self) -> DateTime<Utc> {
         let now = self.context.clock.now();
-        if self.context.store.is_shared() { now - OTHERS_MAY_KNOW } else { now }
+        if self.context.store.is_shared() { now - MAX_WRITE_DELAY } else { now }
     }
 
     async fn sweep(self: &Arc<Self>, ids: Vec<WorkspaceId>, action: Action) {
         futures_util::stream::iter(ids)
-            .for_each_concurrent(AT_ONCE, |id| async move {
+            .for_each_concurrent(MAX_ENDINGS, |id| async move {
                 if let Err(error) = self.sweep_one(id, action).await {
                     tracing::warn!(workspace = %id, ?action, %error, "the sweep failed; it will be tried again");
                 }
@@ -109,7 +110,7 @@ impl Sweeper {
         failpoint!("sweep.found");
         let live = self.context.live(id);
         {
-            // Somebody who is changing it is using it.
+            // A change in progress is a use.
             let Ok(_changing) = live.changing.try_lock() else {
                 return Ok(());
             };
@@ -117,18 +118,17 @@ impl Sweeper {
             self.context.write_use(id, live.unwritten_use(now)).await;
             let connection = match live.close_if_idle() {
                 Ok(connection) => connection,
-                Err(InUse) => return Ok(()),
+                Err(CallsInProgress) => return Ok(()),
             };
-            if self.runs_commands(id, connection.as_ref()).await {
-                self.context.write_use(id, Some(now)).await;
-                restore(&live, connection);
-                return Ok(());
-            }
-            let begun = match action {
-                Action::Expire => self.context.store.expire(id, self.latest_unknown_use()).await,
-                Action::StopUnusedSince(before) => self.context.store.stop_if_unused(id, before).await,
+            let changed = match self.runs_commands(id, connection.as_ref()).await {
+                Ok(true) => {
+                    self.context.write_use(id, Some(now)).await;
+                    Ok(false)
+                }
+                Ok(false) => self.change_row(id, action).await,
+                Err(error) => Err(error),
             };
-            match begun {
+            match changed {
                 Ok(true) => {}
                 result => {
                     restore(&live, connection);
@@ -149,28 +149,38 @@ impl Sweeper {
                 self.lifecycle.finish_destroy(id).await
             }
             Action::StopUnusedSince(_) => {
-                tracing::info!(workspace = %id, "nobody uses the workspace: it is stopped");
+                tracing::info!(workspace = %id, "the workspace is idle: it is stopped");
                 metrics::counter!("emergent_idle_stops_total").increment(1);
-                self.context.events.workspace(EventKind::WorkspaceIdle, id, "nobody uses it: it is stopped");
+                self.context.events.workspace(EventKind::WorkspaceIdle, id, "it is idle: it is stopped");
                 self.lifecycle.finish_stop(id).await.map(drop)
             }
         }
     }
 
-    /// Whether commands run in the background. A sandbox that can't be asked has none.
-    async fn runs_commands(&self, id: WorkspaceId, connection: Option<&SandboxConnection>) -> bool {
+    /// Changes the row, unless the workspace was used meanwhile. Returns whether it was changed.
+    async fn change_row(&self, id: WorkspaceId, action: Action) -> Result<bool, StoreError> {
+        match action {
+            Action::Expire => self.context.store.expire(id, self.all_uses_stored_before()).await,
+            Action::StopUnusedSince(before) => self.context.store.stop_if_unused(id, before).await,
+        }
+    }
+
+    /// Whether commands run in the background. A sandbox that does not respond has none.
+    async fn runs_commands(
+        &self,
+        id: WorkspaceId,
+        connection: Option<&SandboxConnection>,
+    ) -> Result<bool, StoreError> {
         let channel = match connection {
-            Some(connection) => connection.channel.clone(),
-            None => match self.connections.open_channel_of(id).await {
-                Some(channel) => channel,
-                None => return false,
-            },
+            Some(connection) => Some(connection.channel.clone()),
+            None => self.connections.open_channel_of(id).await?,
         };
-        usage::ask(&channel).await.is_some_and(|usage| usage.running_operations > 0)
+        let Some(channel) = channel else { return Ok(false) };
+        Ok(usage::read(&channel).await.is_some_and(|usage| usage.running_operations > 0))
     }
 }
 
-fn restore(live: &Live, connection: Option<SandboxConnection>) {
+fn restore(live: &LiveWorkspace, connection: Option<SandboxConnection>) {
     if let Some(connection) = connection {
         live.set_connection(connection);
     }

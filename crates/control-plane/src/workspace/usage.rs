@@ -1,41 +1,42 @@
-//! What workspaces use: asked of the guest agents from time to time, shown, counted, and alerted on.
+//! The resource usage of workspaces, measured by their guest agents: for clients, metrics and alerts.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
 use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{GuestCall, UsageAnswer};
+use emergent_store::StoreError;
 use emergent_wire::WorkspaceId;
 use emergent_wire::event::EventKind;
 use emergent_wire::workspace::{ResourceLimits, Usage};
 use futures_util::StreamExt;
 
 use super::context::Context;
-use super::live::Live;
+use super::live::LiveWorkspace;
 
-/// How often every workspace that runs is looked at.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_secs(30);
-/// A sandbox that does not answer in this time is left out.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
-/// Sandboxes that are asked at once.
-const AT_ONCE: usize = 8;
-/// CPU over a shorter time than this says nothing.
-const SHORTEST: Duration = Duration::from_millis(500);
-/// A use over this part of the limit is worth an alert …
+/// The interval of measurements.
+pub(crate) const MEASURE_EVERY: Duration = Duration::from_secs(30);
+/// The time limit for the answer of a sandbox.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
+/// The limit on sandboxes that are measured at the same time.
+const MAX_READS: usize = 8;
+/// The shortest time over which CPU usage is computed.
+const MIN_CPU_INTERVAL: Duration = Duration::from_millis(500);
+/// An alert begins above this part of the limit.
 const HIGH: f64 = 0.8;
-/// … which ends below this one.
+/// An alert ends below this part of the limit.
 const NORMAL: f64 = 0.7;
 
-/// What was measured last.
+/// The last measurement of a workspace.
 #[derive(Default)]
-pub(crate) struct Measured {
+pub(crate) struct LastUsage {
     cpu_time: Option<(Duration, Instant)>,
-    last: Option<Usage>,
+    usage: Option<Usage>,
     alerts: Alerts,
 }
 
-/// Which resources are known to be scarce.
+/// The resources with an alert.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Alerts {
     cpu: bool,
@@ -43,7 +44,7 @@ struct Alerts {
     disk: bool,
 }
 
-/// A resource went over the mark, or back under it.
+/// The begin or the end of an alert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Change {
     resource: &'static str,
@@ -52,7 +53,7 @@ struct Change {
 }
 
 impl Alerts {
-    /// Takes a measurement in; gives what is to be told.
+    /// Updates the alerts with a measurement. Returns the changes.
     fn update(&mut self, usage: &Usage, limits: &ResourceLimits) -> Vec<Change> {
         #[allow(clippy::cast_precision_loss, reason = "a share does not need every bit")]
         let part = |used: u64, of: u64| if of == 0 { 0.0 } else { used as f64 / of as f64 };
@@ -83,28 +84,30 @@ impl UsageMonitor {
         Arc::new(Self { context: Arc::clone(context) })
     }
 
-    /// Looks at all workspaces that this server has a channel to.
+    /// Measures all workspaces to which this server has a channel.
     pub(crate) async fn measure_all(self: &Arc<Self>) {
         futures_util::stream::iter(self.context.all_live())
-            .for_each_concurrent(AT_ONCE, |(id, live)| async move {
-                let Ok(record) = self.context.store.workspace(id).await else {
+            .for_each_concurrent(MAX_READS, |(id, live)| async move {
+                let workspace = match self.context.store.workspace(id).await {
+                    Ok(workspace) => workspace,
+                    Err(StoreError::NotFound { .. }) => return,
+                    Err(error) => {
+                        tracing::warn!(workspace = %id, %error, "the usage of a workspace can't be measured");
+                        return;
+                    }
+                };
+                let Some(usage) = self.measure(&live, &workspace.resource_limits).await else {
                     return;
                 };
-                let Some(usage) = self.measure(&live, &record.resource_limits).await else {
-                    return;
-                };
-                let changes = {
-                    let mut measured = live.measured.lock().unwrap_or_else(PoisonError::into_inner);
-                    measured.alerts.update(&usage, &record.resource_limits)
-                };
+                let changes = live.last_usage.lock().alerts.update(&usage, &workspace.resource_limits);
                 for change in changes {
-                    self.tell_usage(id, change);
+                    self.report_usage(id, change);
                 }
             })
             .await;
     }
 
-    fn tell_usage(&self, id: WorkspaceId, Change { resource, is_high, percent }: Change) {
+    fn report_usage(&self, id: WorkspaceId, Change { resource, is_high, percent }: Change) {
         if is_high {
             tracing::warn!(workspace = %id, resource, percent, "a workspace is near its limit");
             metrics::counter!("emergent_usage_alerts_total", "resource" => resource).increment(1);
@@ -116,22 +119,22 @@ impl UsageMonitor {
         }
     }
 
-    /// Asks a sandbox what it uses, if it has an open channel.
-    pub(super) async fn measure(&self, live: &Live, limits: &ResourceLimits) -> Option<Usage> {
+    /// Measures the usage of a sandbox. None if its channel is closed, or the agent does not answer in time.
+    pub(super) async fn measure(&self, live: &LiveWorkspace, limits: &ResourceLimits) -> Option<Usage> {
         let connection = live.connection()?;
-        let answer = ask(&connection.channel).await?;
+        let answer = read(&connection.channel).await?;
         let (cpu_time, now) = (Duration::from_millis(answer.cpu_time_ms), Instant::now());
-        let mut measured = live.measured.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut cpu = measured.last.as_ref().and_then(|last| last.cpu);
-        match measured.cpu_time {
-            Some((before, at)) if now.duration_since(at) >= SHORTEST => {
+        let mut last = live.last_usage.lock();
+        let mut cpu = last.usage.as_ref().and_then(|usage| usage.cpu);
+        match last.cpu_time {
+            Some((before, at)) if now.duration_since(at) >= MIN_CPU_INTERVAL => {
                 cpu = Some(
                     cpu_time.saturating_sub(before).as_secs_f64() / now.duration_since(at).as_secs_f64(),
                 );
-                measured.cpu_time = Some((cpu_time, now));
+                last.cpu_time = Some((cpu_time, now));
             }
             Some(_) => {}
-            None => measured.cpu_time = Some((cpu_time, now)),
+            None => last.cpu_time = Some((cpu_time, now)),
         }
         let usage = Usage {
             cpu: cpu.map(|cpu| (cpu * 1000.0).round() / 1000.0),
@@ -143,17 +146,17 @@ impl UsageMonitor {
             running_operations: answer.running_operations,
             measured_at: Utc::now(),
         };
-        measured.last = Some(usage.clone());
+        last.usage = Some(usage.clone());
         Some(usage)
     }
 
-    /// What was measured last, as lines of metrics: not through the recorder, which never forgets a workspace.
+    /// The last measurements as lines of metrics. The recorder is not used, because it would keep removed workspaces for ever.
     pub(crate) fn metrics(&self) -> String {
         use std::fmt::Write;
         let mut text = String::new();
-        for (id, live) in self.context.live_map().iter() {
-            let measured = live.measured.lock().unwrap_or_else(PoisonError::into_inner);
-            let Some(usage) = &measured.last else {
+        for (id, live) in self.context.live.lock().iter() {
+            let last = live.last_usage.lock();
+            let Some(usage) = &last.usage else {
                 continue;
             };
             let _ = writeln!(
@@ -171,13 +174,13 @@ impl UsageMonitor {
     }
 }
 
-/// Asks a guest agent what its sandbox uses.
-pub(super) async fn ask(channel: &GuestClient) -> Option<UsageAnswer> {
+/// Reads the usage of a sandbox from its guest agent. None if the agent does not answer in time.
+pub(super) async fn read(channel: &GuestClient) -> Option<UsageAnswer> {
     let answer = async {
         let call = channel.start(&GuestCall::Usage(())).await.ok()?;
         call.answer::<UsageAnswer>().await.ok()
     };
-    tokio::time::timeout(ANSWER_WITHIN, answer).await.ok().flatten()
+    tokio::time::timeout(READ_TIMEOUT, answer).await.ok().flatten()
 }
 
 #[cfg(test)]
@@ -198,17 +201,17 @@ mod tests {
     }
 
     #[test]
-    fn an_alert_comes_once_over_80_percent_and_ends_below_70() {
+    fn an_alert_begins_once_above_80_percent_and_ends_below_70() {
         let limits = ResourceLimits { cpu: "2".parse().unwrap(), ..ResourceLimits::default() };
         let mut alerts = Alerts::default();
-        let mut told = |cpu, memory, disk| -> Vec<(&str, bool)> {
+        let mut changes = |cpu, memory, disk| -> Vec<(&str, bool)> {
             let changes = alerts.update(&usage(cpu, memory, disk), &limits);
             changes.iter().map(|change| (change.resource, change.is_high)).collect()
         };
-        assert_eq!(told(1.6, 80, 10), []);
-        assert_eq!(told(1.0, 81, 10), [("memory", true)]);
-        assert_eq!(told(1.9, 75, 95), [("cpu", true), ("disk", true)]);
-        assert_eq!(told(1.9, 69, 95), [("memory", false)]);
-        assert_eq!(told(0.1, 5, 5), [("cpu", false), ("disk", false)]);
+        assert_eq!(changes(1.6, 80, 10), []);
+        assert_eq!(changes(1.0, 81, 10), [("memory", true)]);
+        assert_eq!(changes(1.9, 75, 95), [("cpu", true), ("disk", true)]);
+        assert_eq!(changes(1.9, 69, 95), [("memory", false)]);
+        assert_eq!(changes(0.1, 5, 5), [("cpu", false), ("disk", false)]);
     }
 }

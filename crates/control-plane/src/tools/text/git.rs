@@ -1,4 +1,4 @@
-//! Answers of git as text, much as git would say it.
+//! Answers of git as text.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use emergent_wire::git::{GitAnswer, GitStatus};
 
 use super::Lines;
 
-/// What git did.
+/// The text of an answer.
 pub(in crate::tools) fn answer(answer: &GitAnswer) -> String {
     let mut text = Lines::default();
     if let Some(output) = &answer.output {
@@ -41,7 +41,7 @@ pub(in crate::tools) fn answer(answer: &GitAnswer) -> String {
         let lists = answer.files.is_some() || answer.diff.is_some() || answer.commits.is_some();
         text.note(if lists { "nothing" } else { "done" });
     }
-    text.finish()
+    text.into_text()
 }
 
 fn work_tree(status: &GitStatus) -> String {
@@ -67,7 +67,7 @@ fn work_tree(status: &GitStatus) -> String {
         let from = file.original_path.as_deref().map(|path| format!(" from {path}")).unwrap_or_default();
         text.line(format!("{} {}{from}{staged}", file.status, file.path));
     }
-    text.finish()
+    text.into_text()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Answers as text for a model. Notes that are not the tool's own output are in square brackets.
+//! Answers as text for a model. Square brackets mark notes that are not output of the tool.
 
 pub(super) mod git;
 
@@ -12,7 +12,7 @@ pub(crate) fn lossy(bytes: Vec<u8>) -> String {
     String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
 }
 
-/// Text that grows by lines and pieces that may or may not end with a line end.
+/// Text that is built from lines and from pieces with or without a line end.
 #[derive(Default)]
 struct Lines(String);
 
@@ -40,7 +40,7 @@ impl Lines {
         }
     }
 
-    fn finish(mut self) -> String {
+    fn into_text(mut self) -> String {
         if self.0.ends_with('\n') {
             self.0.pop();
         }
@@ -77,7 +77,7 @@ pub(super) fn command(answer: &BashAnswer) -> String {
     for note in &answer.notes {
         text.note(note);
     }
-    text.finish()
+    text.into_text()
 }
 
 fn ending(text: &mut Lines, exit_code: Option<i32>, signal: Option<&str>) {
@@ -99,7 +99,7 @@ pub(super) fn operation(answer: &OperationAnswer) -> String {
     for note in &answer.notes {
         text.note(note);
     }
-    text.finish()
+    text.into_text()
 }
 
 pub(super) fn read(answer: &ReadAnswer) -> String {
@@ -127,7 +127,7 @@ pub(super) fn read(answer: &ReadAnswer) -> String {
         }
         _ => {}
     }
-    text.finish()
+    text.into_text()
 }
 
 pub(super) fn write(answer: &WriteAnswer) -> String {
@@ -140,7 +140,7 @@ pub(super) fn edit(answer: &EditAnswer) -> String {
     let times = if answer.replacements == 1 { "occurrence" } else { "occurrences" };
     text.line(format!("Replaced {} {times}, matched by {}.", answer.replacements, answer.matched_by));
     text.piece(&answer.diff);
-    text.finish()
+    text.into_text()
 }
 
 pub(super) fn glob(answer: &GlobAnswer) -> String {
@@ -154,7 +154,7 @@ pub(super) fn glob(answer: &GlobAnswer) -> String {
     if answer.truncated {
         text.note("there are more: narrow the pattern or raise limit");
     }
-    text.finish()
+    text.into_text()
 }
 
 pub(super) fn grep(answer: &GrepAnswer) -> String {
@@ -171,10 +171,10 @@ pub(super) fn grep(answer: &GrepAnswer) -> String {
     for skipped in &answer.skipped {
         text.note(format!("not searched: {skipped}"));
     }
-    text.finish()
+    text.into_text()
 }
 
-/// As ripgrep shows it: `path:12:line`, lines around it with `-`.
+/// A match in the format of ripgrep: `path:12:line`, and the lines around it with `-`.
 fn matched(text: &mut Lines, found: &GrepMatch) {
     let GrepMatch { file_path, line_number, line, before, after } = found;
     let first = line_number.saturating_sub(before.len() as u64);
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_says_how_it_ended() {
+    fn the_text_of_a_command_has_its_ending() {
         assert_eq!(ran(|_| {}), "out\n[exit code 0]");
         assert_eq!(ran(|answer| answer.stdout.clear()), "[exit code 0]");
         let both = ran(|answer| {
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn cut_output_says_where_the_rest_is() {
+    fn the_text_of_truncated_output_names_the_file_of_the_rest() {
         let cut = ran(|answer| {
             (answer.truncated, answer.stdout_bytes) = (true, 99_999);
             answer.stdout_path = Some("/workspace/.emergent/output/1/stdout".to_owned());
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_shown_or_described() {
+    fn files_are_shown_or_described() {
         let shown = |answer: ReadAnswer| read(&answer);
         let default = ReadAnswer::default;
         assert_eq!(shown(ReadAnswer { content: "1: a\n2: b\n".into(), ..default() }), "1: a\n2: b");

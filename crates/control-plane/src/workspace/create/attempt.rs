@@ -1,4 +1,4 @@
-//! Attempts to make a workspace's sandbox, one for each candidate. An attempt that fails removes what it made.
+//! Attempts to make a workspace's sandbox, one for each candidate. An attempt that fails removes its sandbox.
 
 use chrono::Utc;
 use emergent_failpoint::failpoint;
@@ -15,16 +15,17 @@ use super::checkout::checkout;
 use crate::workspace::error::{CheckoutError, Result, WorkspaceError};
 use crate::workspace::live::SandboxConnection;
 use crate::workspace::placement::Candidate;
+use crate::workspace::warnings_of;
 
 /// The attempts of one creation.
 pub(super) struct Attempts<'a> {
     creator: &'a Creator,
     id: WorkspaceId,
-    /// The candidates that were ruled out or failed, for the placement of the next attempt.
+    /// The candidates that were rejected or failed, for the placement of the next attempt.
     rejected: Vec<RejectedCandidate>,
     failures: Vec<(RejectedCandidate, WorkspaceError)>,
-    /// The provider on which something may be left of an attempt. It has the workspace's id, so nothing else is made there;
-    /// recovery removes it once the workspace is elsewhere or gone.
+    /// The provider on which an attempt may have left a sandbox that can't be removed now. The sandbox has the workspace's id, so
+    /// no other is made there. Recovery removes it when the workspace is on another provider or gone.
     remains: Option<(ProviderName, ProviderError)>,
 }
 
@@ -46,7 +47,7 @@ impl<'a> Attempts<'a> {
         Self { creator, id, rejected, failures: Vec::new(), remains: None }
     }
 
-    /// Whether a failed attempt may have left something that this provider sees.
+    /// Whether a failed attempt may have left a sandbox that this provider shares.
     pub(super) fn has_remains_on(&self, provider: ProviderName) -> bool {
         self.remains.as_ref().is_some_and(|(other, _)| {
             self.creator.context.providers.table().share_sandboxes(provider, *other)
@@ -64,7 +65,7 @@ impl<'a> Attempts<'a> {
             Ok(workspace) => return Ok(Outcome::Ready { workspace: Box::new(workspace), is_warm: true }),
             Err(error) => error,
         };
-        tracing::warn!(workspace = %self.id, %error, "a spare can't be used; the workspace is made without");
+        tracing::warn!(workspace = %self.id, %error, "a spare can't be used; another sandbox is made for the workspace");
         metrics::counter!("emergent_pool_misses_total", "reason" => "dead").increment(1);
         if let Err(problem) = provider.destroy(self.id).await {
             self.remains = Some((candidate.provider, problem));
@@ -86,7 +87,7 @@ impl<'a> Attempts<'a> {
             Ok(workspace) => return Ok(Outcome::Ready { workspace: Box::new(workspace), is_warm: false }),
             Err(error) => error,
         };
-        self.tell_fallback(candidate.provider, &error);
+        self.report_fallback(candidate.provider, &error);
         let removed = provider.destroy(self.id).await;
         failpoint!("create.undone");
         self.creator.health.recheck(provider).await;
@@ -100,7 +101,7 @@ impl<'a> Attempts<'a> {
         Ok(outcome)
     }
 
-    /// The error of all attempts, and the reason why remains of one could not be removed.
+    /// The error of all attempts, and the error of removing a sandbox that one has left.
     pub(super) fn into_error(self) -> (WorkspaceError, Option<ProviderError>) {
         let mut failures = self.failures;
         let error = match (failures.len(), failures.pop()) {
@@ -115,10 +116,10 @@ impl<'a> Attempts<'a> {
         (error, self.remains.map(|(_, problem)| problem))
     }
 
-    fn tell_fallback(&self, provider: ProviderName, error: &WorkspaceError) {
+    fn report_fallback(&self, provider: ProviderName, error: &WorkspaceError) {
         tracing::warn!(workspace = %self.id, %provider, %error, "create failed");
         metrics::counter!("emergent_fallbacks_total", "provider" => provider.as_str()).increment(1);
-        self.creator.context.events.tell(Event {
+        self.creator.context.events.publish(Event {
             at: Utc::now(),
             kind: EventKind::PlacementFallback,
             workspace_id: Some(self.id),
@@ -127,7 +128,7 @@ impl<'a> Attempts<'a> {
         });
     }
 
-    /// Gives a claimed spare its variables and files.
+    /// Gives a claimed spare its variables and its repository.
     async fn try_bind(&self, provider: &SharedProvider, connection: SandboxConnection) -> Result<Workspace> {
         let (context, id) = (&self.creator.context, self.id);
         let record = context.store.workspace_record(id).await?;
@@ -146,8 +147,7 @@ impl<'a> Attempts<'a> {
 
     /// Adds warnings to those that the workspace has.
     async fn add_warnings(&self, record: &WorkspaceRecord, new: Vec<String>) -> Result<()> {
-        let known = record.workspace.metadata.get("warnings").cloned().unwrap_or_default();
-        let mut all: Vec<String> = serde_json::from_value(known).unwrap_or_default();
+        let mut all = warnings_of(&record.workspace)?;
         all.extend(new);
         let fields = Map::from_iter([("warnings".to_owned(), json!(all))]);
         self.creator.context.store.merge_metadata(self.id, fields).await?;
@@ -156,7 +156,7 @@ impl<'a> Attempts<'a> {
 
     async fn try_create(&self, provider: &SharedProvider, placement: &Placement) -> Result<Workspace> {
         let (context, id) = (&self.creator.context, self.id);
-        // The sandbox has no id yet. Until it is stored, the sandbox is found by its label.
+        // The provider's id of the sandbox is not known yet. Until it is stored, the sandbox is found by its label.
         context.store.set_placed(id, provider.name(), "", placement).await?;
         failpoint!("create.placed");
         let record = context.store.workspace_record(id).await?;
@@ -165,7 +165,7 @@ impl<'a> Attempts<'a> {
         context.store.set_placed(id, provider.name(), sandbox.id.as_str(), placement).await?;
         let mut warnings = sandbox.warnings.clone();
         warnings.extend(checkout(&sandbox.channel, &record.workspace).await?);
-        self.write_facts(&sandbox, warnings).await?;
+        self.store_properties(&sandbox, warnings).await?;
         failpoint!("create.written_down");
         let workspace = context.store.set_ready(id, context.clock.now()).await?;
         failpoint!("create.ready");
@@ -174,8 +174,8 @@ impl<'a> Attempts<'a> {
         Ok(workspace)
     }
 
-    /// Puts the facts of a new sandbox into the workspace's metadata, and its warnings into the log, too.
-    async fn write_facts(&self, sandbox: &Sandbox, warnings: Vec<String>) -> Result<()> {
+    /// Stores the properties of a new sandbox in the workspace's metadata. Logs its warnings.
+    async fn store_properties(&self, sandbox: &Sandbox, warnings: Vec<String>) -> Result<()> {
         for warning in &warnings {
             tracing::warn!(workspace = %self.id, warning, "a workspace was created with a warning");
         }
@@ -190,7 +190,7 @@ impl<'a> Attempts<'a> {
     }
 }
 
-/// Whether another provider would fail for the same reason: the workspace was changed meanwhile, or git refused the checkout.
+/// Whether another provider would fail for the same reason: the workspace was changed meanwhile, or git refused the clone.
 fn is_final(error: &WorkspaceError) -> bool {
     match error {
         WorkspaceError::Store(StoreError::NotFound { .. } | StoreError::WrongState { .. })

@@ -11,7 +11,7 @@ use crate::workspace::error::{CheckoutError, Result, WorkspaceError};
 
 /// The pauses between attempts to reach a repository.
 const PAUSES: [Duration; 3] = [Duration::from_secs(2), Duration::from_secs(4), Duration::from_secs(8)];
-/// The warning for a repository that needs credentials, where there are none.
+/// The warning for a repository that needs credentials, when the server has none.
 const AUTHENTICATION_FAILED: &str =
     "Repository authentication failed — connect GitHub in Settings > Integrations";
 

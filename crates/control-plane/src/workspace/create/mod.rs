@@ -1,19 +1,19 @@
-//! Creating a workspace: the intent is written down first, then its sandbox is made.
+//! Creates workspaces: the row is written first, then the sandbox is made.
 //!
 //! ```text
 //! row 'creating' ─▶ placed on a candidate ─▶ sandbox ─▶ checkout ─▶ 'ready'
 //!     │                    ▲        │ failed: sandbox removed
-//!     │                    └────────┘ next candidate; none left: row removed (or 'error', when nobody waits)
+//!     │                    └────────┘ next candidate; none left: row deleted (or 'error', when no caller waits)
 //!     └─▶ a spare claimed ─▶ bound to the workspace ─▶ checkout ─▶ 'ready'
 //!                                   │ failed: spare removed, then as without one
 //! ```
 //!
 //! | step | undo |
 //! |---|---|
-//! | row `creating` ([`Creator::begin`]) | the row is deleted; with nobody waiting it says `error` ([`Creator::fail`]) |
-//! | sandbox on a candidate, or a bound spare ([`attempt`]) | `destroy` of its provider; where that fails, the row says `destroying` and recovery goes on |
+//! | row `creating` ([`Creator::begin`]) | the row is deleted; when no caller waits, it says `error` ([`Creator::fail`]) |
+//! | sandbox on a candidate, or a bound spare ([`attempt`]) | `destroy` of its provider; after a failure of that, the row says `destroying` and recovery tries again |
 //! | checkout, metadata | removed with the sandbox and the row |
-//! | row `ready` | none: it is the end |
+//! | row `ready` | none: it is the last step |
 
 mod attempt;
 mod checkout;
@@ -40,7 +40,7 @@ use super::live::SandboxConnection;
 use super::placement::{self, Plan};
 use super::pool::{Claimed, Miss, Pool};
 use attempt::{Attempts, Outcome};
-use request::Order;
+use request::ResolvedRequest;
 
 /// Creates workspaces.
 pub(crate) struct Creator {
@@ -50,14 +50,14 @@ pub(crate) struct Creator {
     pool: Arc<Pool>,
 }
 
-/// A workspace whose intent is written down.
+/// A workspace whose row is written.
 pub(crate) struct Creation {
     /// The row as it was written.
     pub(crate) workspace: Workspace,
     plan: Plan,
-    /// The connection to the spare that is its sandbox, when one was claimed.
+    /// The connection to the claimed spare, if one was claimed.
     spare: Option<SandboxConnection>,
-    /// Whether a caller waits for the result. Else a failure stays visible as a row.
+    /// Whether a caller waits for the result. Otherwise a failure is reported by the row.
     waited_for: bool,
     /// The lock of its changes.
     _changing: OwnedMutexGuard<()>,
@@ -78,21 +78,21 @@ impl Creator {
         })
     }
 
-    /// Checks a request, places it, and writes the intent down.
+    /// Places a request, and writes the row or claims a spare.
     pub(crate) async fn begin(&self, request: Valid<CreateWorkspace>, waited_for: bool) -> Result<Creation> {
         let settings = &self.context.settings.workspaces;
-        let order = Order::workspace(request.into_inner(), settings, self.context.clock.now())?;
-        self.begin_order(order, waited_for).await
+        let request = ResolvedRequest::workspace(request.into_inner(), settings, self.context.clock.now())?;
+        self.begin_resolved(request, waited_for).await
     }
 
     /// The same for a hosted MCP server.
     pub(crate) async fn begin_mcp_server(&self, request: Valid<RegisterMcpServer>) -> Result<Creation> {
         let settings = &self.context.settings.workspaces;
-        let order = Order::mcp_server(request.into_inner(), settings, self.context.clock.now())?;
-        self.begin_order(order, true).await
+        let request = ResolvedRequest::mcp_server(request.into_inner(), settings, self.context.clock.now())?;
+        self.begin_resolved(request, true).await
     }
 
-    /// The same for a workspace that begins with the files of a snapshot.
+    /// The same for a workspace with the files of a snapshot.
     pub(crate) async fn begin_from_snapshot(
         &self,
         request: Valid<FromSnapshot>,
@@ -101,14 +101,14 @@ impl Creator {
         let settings = &self.context.settings.workspaces;
         let snapshot = self.context.store.snapshot(request.snapshot_id).await?.snapshot;
         let now = self.context.clock.now();
-        let order = Order::from_snapshot(request.into_inner(), snapshot, settings, now)?;
-        self.begin_order(order, waited_for).await
+        let request = ResolvedRequest::from_snapshot(request.into_inner(), snapshot, settings, now)?;
+        self.begin_resolved(request, waited_for).await
     }
 
-    async fn begin_order(&self, order: Order, waited_for: bool) -> Result<Creation> {
+    async fn begin_resolved(&self, request: ResolvedRequest, waited_for: bool) -> Result<Creation> {
         self.disk_space.refuse_if_full()?;
-        let plan = self.place(&order).await?;
-        if let Some(Claimed { workspace, connection }) = self.claim_spare(&order, &plan).await? {
+        let plan = self.place(&request).await?;
+        if let Some(Claimed { workspace, connection }) = self.claim_spare(&request, &plan).await? {
             let changing = self.lock(workspace.id).await;
             return Ok(Creation {
                 workspace,
@@ -118,25 +118,23 @@ impl Creator {
                 _changing: changing,
             });
         }
-        let id = order.new.id;
-        // Locked before the row exists: recovery must not take the row for an abandoned one.
+        let id = request.new.id;
+        // Locked before the row exists, so that recovery does not take the row for an abandoned one.
         let changing = self.lock(id).await;
         let limit = Some(self.context.settings.workspaces.max_concurrent);
-        let inserted = self.context.store.insert_creating(self.sealed(&order, id), limit).await;
+        let inserted = self.context.store.insert_creating(self.sealed(&request, id), limit).await;
         let workspace = inserted.inspect_err(|_| self.context.forget(id))?;
         failpoint!("create.row_written");
         Ok(Creation { workspace, plan, spare: None, waited_for, _changing: changing })
     }
 
-    /// Chooses the providers to try. Where none can be used, the unhealthy ones are checked again first.
-    async fn place(&self, order: &Order) -> Result<Plan> {
-        match placement::plan(order.wish, &self.health.known()) {
-            Ok(plan) => Ok(plan),
-            Err(_) => {
-                self.health.recheck_unhealthy().await;
-                placement::plan(order.wish, &self.health.known()).map_err(WorkspaceError::Placement)
-            }
+    /// Chooses the providers to try. When none can be used, checks the unhealthy ones again and repeats the choice.
+    async fn place(&self, request: &ResolvedRequest) -> Result<Plan> {
+        if let Ok(plan) = placement::plan(request.placement, &self.health.known()) {
+            return Ok(plan);
         }
+        self.health.recheck_unhealthy().await;
+        Ok(placement::plan(request.placement, &self.health.known())?)
     }
 
     async fn lock(&self, id: WorkspaceId) -> OwnedMutexGuard<()> {
@@ -144,25 +142,25 @@ impl Creator {
     }
 
     /// The row of a new workspace, its variables sealed for its id.
-    fn sealed(&self, order: &Order, id: WorkspaceId) -> NewWorkspace {
-        let environment_sealed = self.context.key.seal_environment(id, &order.environment);
-        NewWorkspace { id, environment_sealed, ..order.new.clone() }
+    fn sealed(&self, request: &ResolvedRequest, id: WorkspaceId) -> NewWorkspace {
+        let environment_sealed = self.context.key.seal_environment(id, &request.environment);
+        NewWorkspace { id, environment_sealed, ..request.new.clone() }
     }
 
-    /// Claims a spare of the plan's first candidate, if one fits.
-    async fn claim_spare(&self, order: &Order, plan: &Plan) -> Result<Option<Claimed>> {
-        let Some(first) = plan.candidates.first().filter(|_| order.may_be_warm) else {
+    /// Claims a spare on the plan's first candidate, if one matches.
+    async fn claim_spare(&self, request: &ResolvedRequest, plan: &Plan) -> Result<Option<Claimed>> {
+        let Some(first) = plan.candidates.first().filter(|_| request.may_use_spare) else {
             return Ok(None);
         };
         let shape = Shape {
             provider: first.provider,
-            image: order.new.image.clone(),
-            network: order.new.network,
-            limits: order.new.resource_limits,
+            image: request.new.image.clone(),
+            network: request.new.network,
+            limits: request.new.resource_limits,
         };
         let provider = self.context.provider(first.provider)?;
         let placement = first.placement(&plan.rejected);
-        match self.pool.claim(provider, &shape, &placement, |id| self.sealed(order, id)).await? {
+        match self.pool.claim(provider, &shape, &placement, |id| self.sealed(request, id)).await? {
             Ok(claimed) => {
                 failpoint!("claim.row_written");
                 Ok(Some(claimed))
@@ -176,8 +174,8 @@ impl Creator {
         }
     }
 
-    /// Makes the workspace: tries the candidates in their order until one succeeds.
-    pub(crate) async fn finish(&self, mut creation: Creation) -> Result<Workspace> {
+    /// Makes the sandbox: binds the spare, or tries the candidates in their order until one succeeds.
+    pub(crate) async fn provision(&self, mut creation: Creation) -> Result<Workspace> {
         let begun = Instant::now();
         let id = creation.workspace.id;
         let mut spare = creation.spare.take();
@@ -196,7 +194,7 @@ impl Creator {
             };
             match outcome {
                 Outcome::Ready { workspace, is_warm } => {
-                    self.tell_created(&workspace, begun, is_warm);
+                    self.report_created(&workspace, begun, is_warm);
                     return Ok(*workspace);
                 }
                 Outcome::SpareUnusable | Outcome::TryNext => {}
@@ -210,20 +208,18 @@ impl Creator {
         }
     }
 
-    /// Ends a creation that failed and left nothing behind.
+    /// Ends a creation that failed and whose sandbox is removed.
     async fn fail(&self, id: WorkspaceId, error: WorkspaceError, waited_for: bool) -> Result<Workspace> {
         if waited_for {
             self.context.store.delete_workspace(id).await?;
             self.context.forget(id);
         } else {
-            let message = error.to_string();
-            let _ = self.context.store.set_error(id, &message).await;
-            self.context.events.workspace(EventKind::WorkspaceError, id, message);
+            self.context.report_error(id, error.to_string()).await;
         }
         Err(error)
     }
 
-    /// Marks the row of a failed creation whose sandbox can't be removed now: recovery removes it.
+    /// Marks the row of a failed creation whose sandbox can't be removed now. Recovery removes both.
     async fn leave_to_recovery(
         &self,
         id: WorkspaceId,
@@ -233,22 +229,24 @@ impl Creator {
         let error = WorkspaceError::NotUndone { error: Box::new(error), problem };
         let all = WorkspaceStatus::ALL;
         if let Err(error) = self.context.store.transition(id, all, WorkspaceStatus::Destroying).await {
-            tracing::error!(workspace = %id, %error, "the remains of a failed creation could not be marked");
+            tracing::error!(workspace = %id, %error, "the row of a failed creation could not be marked for removal");
         }
-        let _ = self.context.store.set_error(id, &error.to_string()).await;
+        self.context.store_error(id, &error.to_string()).await;
         error
     }
 
-    fn tell_created(&self, workspace: &Workspace, begun: Instant, is_warm: bool) {
-        let (id, took) = (workspace.id, begun.elapsed());
+    fn report_created(&self, workspace: &Workspace, begun: Instant, is_warm: bool) {
+        let (id, duration) = (workspace.id, begun.elapsed());
         let provider = workspace.provider.map_or("", |provider| provider.as_str());
-        tracing::info!(workspace = %id, provider, warm = is_warm, took_ms = took.as_millis(), "created");
+        tracing::info!(workspace = %id, provider, warm = is_warm, took_ms = duration.as_millis(), "created");
         metrics::counter!("emergent_placements_total", "provider" => provider).increment(1);
         if is_warm {
             metrics::counter!("emergent_pool_hits_total").increment(1);
-            metrics::histogram!("emergent_claim_seconds", "provider" => provider).record(took.as_secs_f64());
+            metrics::histogram!("emergent_claim_seconds", "provider" => provider)
+                .record(duration.as_secs_f64());
         } else {
-            metrics::histogram!("emergent_create_seconds", "provider" => provider).record(took.as_secs_f64());
+            metrics::histogram!("emergent_create_seconds", "provider" => provider)
+                .record(duration.as_secs_f64());
         }
         let source = if is_warm { "from the warm pool" } else { "from scratch" };
         self.context.events.workspace(

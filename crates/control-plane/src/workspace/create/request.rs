@@ -1,4 +1,4 @@
-//! Requests for a workspace, with all defaults filled in.
+//! Requests for a workspace with all defaults filled in.
 
 use std::collections::BTreeMap;
 
@@ -16,15 +16,15 @@ use crate::workspace::error::{Result, SnapshotError, WorkspaceError};
 use crate::workspace::placement::PlacementRequest;
 
 /// A request with all defaults filled in.
-pub(super) struct Order {
+pub(super) struct ResolvedRequest {
     pub(super) new: NewWorkspace,
     pub(super) environment: BTreeMap<String, String>,
-    pub(super) wish: PlacementRequest,
-    /// Whether a spare may be its sandbox.
-    pub(super) may_be_warm: bool,
+    pub(super) placement: PlacementRequest,
+    /// Whether a spare of the warm pool can be its sandbox.
+    pub(super) may_use_spare: bool,
 }
 
-impl Order {
+impl ResolvedRequest {
     /// An agent's workspace.
     pub(super) fn workspace(
         request: CreateWorkspace,
@@ -38,7 +38,7 @@ impl Order {
             return Err(WorkspaceError::CreatesMcpServer);
         }
         let deployment = request.deployment_mode.unwrap_or(settings.deployment_mode);
-        let wish = PlacementRequest {
+        let placement = PlacementRequest {
             container_type,
             provider: request.provider.unwrap_or(ProviderChoice::Auto),
             deployment,
@@ -57,8 +57,8 @@ impl Order {
             network: request.network.unwrap_or(NetworkMode::Nat),
             ..NewWorkspace::agent(WorkspaceId::generate(), image)
         };
-        let may_be_warm = request.warm_start.unwrap_or(true);
-        Ok(Self { new, environment: request.environment, wish, may_be_warm })
+        let may_use_spare = request.warm_start.unwrap_or(true);
+        Ok(Self { new, environment: request.environment, placement, may_use_spare })
     }
 
     /// The sandbox of a hosted MCP server.
@@ -70,7 +70,7 @@ impl Order {
         let limits = request.resource_limits.unwrap_or_default().or(mcp::DEFAULT_LIMITS);
         limits.validate()?;
         let config = McpConfig::from(&request);
-        let wish = PlacementRequest {
+        let placement = PlacementRequest {
             container_type: ContainerType::McpServer,
             provider: request.provider.unwrap_or(ProviderChoice::Auto),
             deployment: settings.deployment_mode,
@@ -88,10 +88,10 @@ impl Order {
             mcp_config: Some(config),
             ..NewWorkspace::agent(WorkspaceId::generate(), image)
         };
-        Ok(Self { new, environment: request.environment, wish, may_be_warm: false })
+        Ok(Self { new, environment: request.environment, placement, may_use_spare: false })
     }
 
-    /// A workspace that begins with the files of a snapshot.
+    /// A workspace with the files of a snapshot.
     pub(super) fn from_snapshot(
         request: FromSnapshot,
         snapshot: Snapshot,
@@ -110,7 +110,7 @@ impl Order {
         if requested < actual {
             return Err(SnapshotError::SmallerDisk { requested, actual }.into());
         }
-        let wish = PlacementRequest {
+        let placement = PlacementRequest {
             container_type: ContainerType::AgentWorkspace,
             provider: snapshot.provider.into(),
             deployment: settings.deployment_mode,
@@ -125,6 +125,6 @@ impl Order {
             snapshot_id: Some(snapshot.id),
             ..NewWorkspace::agent(WorkspaceId::generate(), snapshot.image)
         };
-        Ok(Self { new, environment: request.environment, wish, may_be_warm: false })
+        Ok(Self { new, environment: request.environment, placement, may_use_spare: false })
     }
 }

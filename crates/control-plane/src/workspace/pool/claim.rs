@@ -1,4 +1,4 @@
-//! Handing a spare out.
+//! Claims: a new workspace gets a spare as its sandbox.
 
 use std::sync::atomic::Ordering;
 
@@ -13,28 +13,28 @@ use super::{OpenSpare, Pool};
 use crate::workspace::error::Result;
 use crate::workspace::live::SandboxConnection;
 
-/// A spare that is a workspace's by now; its sandbox is not yet told.
+/// A spare that belongs to a workspace. Its sandbox is not configured for the workspace yet.
 pub(crate) struct Claimed {
     pub(crate) workspace: Workspace,
     pub(crate) connection: SandboxConnection,
 }
 
-/// Why no spare was handed out.
+/// The reason why no spare was claimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Miss {
-    /// There is no pool.
+    /// The pool is off.
     Off,
-    /// No spare waits.
+    /// There are no spares.
     Empty,
-    /// Spares wait, but on another provider.
+    /// The spares are on another provider.
     OtherProvider,
-    /// Spares wait, but of another image, size or network.
+    /// The spares have another image, size or network.
     OtherShape,
-    /// Spares of an older image wait.
+    /// The spares have an older image.
     StaleImage,
-    /// The image that the spares are of can't be looked up.
+    /// The image has no digest that the spares could be compared with.
     NoImage,
-    /// Others were faster.
+    /// Other requests have claimed the spares.
     Taken,
 }
 
@@ -53,8 +53,7 @@ impl Miss {
 }
 
 impl Pool {
-    /// Makes a spare the sandbox of a new workspace, if one fits. `new` is asked for the row, as the workspace gets the
-    /// spare's id.
+    /// Makes a spare the sandbox of a new workspace, if one matches. The workspace gets the spare's id, for which `new` makes the row.
     pub(crate) async fn claim(
         &self,
         provider: &SharedProvider,
@@ -63,7 +62,7 @@ impl Pool {
         new: impl Fn(WorkspaceId) -> NewWorkspace,
     ) -> Result<std::result::Result<Claimed, Miss>> {
         if self.miss_reason(shape).is_some() {
-            // Spares of before a restart, or of another server, may wait that no channel is open to yet.
+            // There may be spares to which this process has no channel yet: from before a restart, or of another server.
             self.adopt_for(shape).await?;
         }
         if let Some(miss) = self.miss_reason(shape) {
@@ -71,7 +70,7 @@ impl Pool {
         }
         let digest = match provider.image_digest(&shape.image).await {
             Ok(digest) => digest,
-            // The cold start will say what is wrong.
+            // The start without a spare reports the error.
             Err(_) => return Ok(Err(Miss::NoImage)),
         };
         let mut miss = Miss::Taken;
@@ -93,12 +92,12 @@ impl Pool {
                     self.changed.notify_one();
                     return Ok(Ok(Claimed { workspace, connection: open.connection }));
                 }
-                // Claimed or withdrawn by somebody else.
+                // Another request has claimed it, or it was removed.
                 Ok(None) => {}
                 Err(error) => {
                     let is_full = matches!(error, StoreError::LimitReached { .. });
                     if is_full {
-                        self.open().insert(open.spare.id, open);
+                        self.open.lock().insert(open.spare.id, open);
                     }
                     return Err(error.into());
                 }
@@ -108,7 +107,7 @@ impl Pool {
         Ok(Err(miss))
     }
 
-    /// Opens a channel to a spare that fits, if there is one.
+    /// Opens a channel to a matching spare, if there is one.
     async fn adopt_for(&self, shape: &Shape) -> Result<()> {
         let spares = self.context.store.spares().await?.readable;
         let is_ready = |spare: &&Spare| spare.status == SpareStatus::Ready && spare.shape == *shape;
@@ -121,9 +120,9 @@ impl Pool {
         Ok(())
     }
 
-    /// Why no spare can fit, if none can.
+    /// The reason why no spare can match. None if one may.
     fn miss_reason(&self, shape: &Shape) -> Option<Miss> {
-        let open = self.open();
+        let open = self.open.lock();
         if open.is_empty() {
             let is_on = self.is_on.load(Ordering::Relaxed);
             return Some(if is_on { Miss::Empty } else { Miss::Off });
@@ -136,9 +135,9 @@ impl Pool {
         Some(if open.values().any(elsewhere) { Miss::OtherProvider } else { Miss::OtherShape })
     }
 
-    /// Takes the oldest spare that fits and whose channel is open, so that no other request of this process tries it.
+    /// Takes the oldest matching spare with an open channel, so that no other request of this process tries it.
     fn take_open(&self, shape: &Shape, digest: &str, miss: &mut Miss) -> Option<OpenSpare> {
-        let mut open = self.open();
+        let mut open = self.open.lock();
         let fits = |open: &&OpenSpare| open.spare.shape == *shape && !open.connection.channel.is_closed();
         if open.values().filter(fits).any(|open| open.spare.image_digest != digest) {
             *miss = Miss::StaleImage;

@@ -1,21 +1,20 @@
-//! The warm pool: sandboxes that are started before anybody asks for them.
+//! The warm pool: sandboxes that are started before they are requested, called spares.
 //!
 //! ```text
-//! maintain: what is wanted ─┬─▶ spares that are not (surplus, stale image, dead) ─▶ 'leaving' ─▶ gone
-//!                           └─▶ spares that lack ─▶ 'filling' ─▶ sandbox ─▶ 'ready'
+//! maintain: target ─┬─▶ spares that do not match it (surplus, stale image, dead) ─▶ 'leaving' ─▶ removed
+//!                   └─▶ missing spares ─▶ 'filling' ─▶ sandbox ─▶ 'ready'
 //! claim:    'ready' spare ─▶ a workspace's row with its id, in one transaction ─▶ bound to it ─▶ 'ready' workspace
 //! ```
 //!
-//! [`maintain`](Pool::maintain) takes no input and converges, so it runs at start, after each claim, after
-//! each change of the target, and from time to time. A spare is only handed out over a channel that this process has
-//! open, after its agent has answered.
+//! [`maintain`](Pool::maintain) is idempotent. It runs at the start, after each claim, after each change of the target, and
+//! periodically. A claim takes only spares to which this process has an open channel, whose agent has answered.
 
 mod claim;
 mod plan;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use emergent_failpoint::failpoint;
@@ -27,12 +26,13 @@ use emergent_wire::pool::{PoolStatus, PoolTarget, ShapeStatus, SpareStatus};
 use emergent_wire::workspace::{
     ContainerType, NetworkMode, ProviderChoice, ProviderName, ResourceLimits, SecurityLevel,
 };
-use emergent_wire::{Valid, WorkspaceId};
+use emergent_wire::{ErrorCode, Valid, WorkspaceId};
 use futures_util::StreamExt;
+use parking_lot::Mutex;
 use tokio::sync::{Notify, RwLock};
 
 use super::context::Context;
-use super::error::Result;
+use super::error::{Result, WorkspaceError, damaged_setting};
 use super::health::ProviderHealth;
 use super::live::SandboxConnection;
 use super::placement::{self, PlacementRequest};
@@ -41,37 +41,37 @@ use plan::Wanted;
 
 pub(crate) use claim::{Claimed, Miss};
 
-/// How often the pool is looked after when nothing happens.
+/// The interval of passes.
 pub(crate) const MAINTAIN_EVERY: Duration = Duration::from_secs(15);
-/// Who has just got a spare has a first command: it comes before the next spare, whose start needs a CPU.
-pub(crate) const AFTER_A_CLAIM: Duration = Duration::from_millis(400);
-/// A new sandbox is busy with itself for a moment (it starts shells ahead): a claim would have to wait for it.
-const SETTLE: Duration = Duration::from_millis(300);
-/// Spares that are made or removed at once.
-const AT_ONCE: usize = 2;
-/// After a failure nothing is made for this long; doubled with each further one …
+/// Refill is delayed by this time, so that the claimed workspace's first command gets the CPU.
+pub(crate) const REFILL_DELAY: Duration = Duration::from_millis(400);
+/// A new spare is `ready` after this time. Before, its agent is busy with starting shells, which would delay a claim.
+const SETTLE_TIME: Duration = Duration::from_millis(300);
+/// The limit on spares that are made or removed at the same time.
+const MAX_CHANGES: usize = 2;
+/// The pause after a failure to make a spare. It doubles with each further failure.
 const FIRST_PAUSE: Duration = Duration::from_secs(5);
-/// … up to this.
+/// The longest pause.
 const LONGEST_PAUSE: Duration = Duration::from_secs(120);
-/// Where a target that was set at run time is kept.
+/// The setting in the database with the target that was set at run time.
 const SETTING: &str = "pool";
 
 /// The warm pool.
 pub(crate) struct Pool {
     context: Arc<Context>,
     health: Arc<ProviderHealth>,
-    /// Spares that can be handed out.
+    /// Spares with an open channel. Claims take them from here.
     open: Mutex<HashMap<WorkspaceId, OpenSpare>>,
-    /// Shapes that can't be made now.
-    failing: Mutex<HashMap<Shape, Failing>>,
-    /// Something changed: the pool is looked after at once.
+    /// Shapes of which no spare can be made now.
+    failing: Mutex<HashMap<Shape, Backoff>>,
+    /// Notified when the pool needs a pass.
     pub(crate) changed: Notify,
-    /// Whether any spares are wanted.
+    /// Whether the target has any spares.
     is_on: AtomicBool,
     /// One pass at a time.
     passing: tokio::sync::Mutex<()>,
-    /// How often this server has set the target. It is read-locked while the row of a new spare is inserted, so that once a
-    /// target is set, no spare is begun for the one before.
+    /// Counts the changes of the target by this server. A read lock is held while the row of a new spare is inserted, so no spare is
+    /// begun for an older target after a change.
     target_revision: RwLock<u64>,
 }
 
@@ -81,19 +81,22 @@ struct OpenSpare {
     /// The provider's own id of its sandbox.
     sandbox: SandboxId,
     connection: SandboxConnection,
-    /// What the workspace that it becomes should know.
+    /// Warnings for the workspace that claims it.
     warnings: Vec<String>,
 }
 
+/// The pause after failures to make spares of a shape.
 #[derive(Clone)]
-struct Failing {
+struct Backoff {
     problem: String,
+    code: ErrorCode,
     pause: Duration,
     until: Instant,
 }
 
-/// A kind of spare with everything filled in; no provider: none can be used now.
-struct Resolved {
+/// A shape of the target with all defaults filled in.
+struct ResolvedShape {
+    /// The reason if no provider can be used now.
     shape: Result<Shape, String>,
     image: String,
     network: NetworkMode,
@@ -115,62 +118,51 @@ impl Pool {
         })
     }
 
-    fn open(&self) -> MutexGuard<'_, HashMap<WorkspaceId, OpenSpare>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn failing(&self) -> MutexGuard<'_, HashMap<Shape, Failing>> {
-        self.failing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_paused(&self, shape: &Shape) -> bool {
-        self.failing().get(shape).is_some_and(|failing| failing.until > Instant::now())
+        self.failing.lock().get(shape).is_some_and(|failing| failing.until > Instant::now())
     }
 
     /// Whether this process has an open channel to a spare.
     fn has_channel(&self, id: WorkspaceId) -> bool {
-        self.open().get(&id).is_some_and(|open| !open.connection.channel.is_closed())
+        self.open.lock().get(&id).is_some_and(|open| !open.connection.channel.is_closed())
     }
 
-    /// What the pool shall hold, and whether that was set at run time.
+    /// The target, and whether it was set at run time.
     async fn target(&self) -> Result<(PoolTarget, bool)> {
         let text = self.context.store.setting(SETTING).await?.unwrap_or_default();
         if text.is_empty() {
             return Ok((self.configured_target(), false));
         }
-        let target = serde_json::from_str(&text).unwrap_or_else(|error| {
-            tracing::error!(%error, "the pool's setting can't be read: the configuration holds");
-            self.configured_target()
-        });
+        let target = serde_json::from_str(&text).map_err(|error| damaged_setting(SETTING, error))?;
         Ok((target, true))
     }
 
-    /// What this server's configuration asks for, and those of the providers' hosts.
+    /// The target of this server's configuration and of the providers' hosts.
     fn configured_target(&self) -> PoolTarget {
         let mut target = self.context.settings.pool.target();
         target.shapes.extend(self.health.wanted_spares());
         target
     }
 
-    /// Sets what the pool shall hold, until it is set again or reset (none: the configuration holds again).
+    /// Sets the target. None resets it to that of the configuration.
     pub(crate) async fn set_target(&self, target: Option<Valid<PoolTarget>>) -> Result<()> {
         let text = match target {
             None => String::new(),
-            Some(target) => serde_json::to_string(&*target).unwrap_or_default(),
+            Some(target) => serde_json::to_string(&*target).map_err(WorkspaceError::Unwritable)?,
         };
         let mut revision = self.target_revision.write().await;
         self.context.store.put_setting(SETTING, &text).await?;
         *revision += 1;
         drop(revision);
-        self.failing().clear();
+        self.failing.lock().clear();
         self.changed.notify_one();
         Ok(())
     }
 
-    /// Fills in what the target leaves open. Two kinds that come out the same are one.
-    fn resolve(&self, target: &PoolTarget) -> Vec<Resolved> {
+    /// Fills in the defaults of the target. Equal shapes become one.
+    fn resolve(&self, target: &PoolTarget) -> Vec<ResolvedShape> {
         let settings = &self.context.settings.workspaces;
-        let mut all: Vec<Resolved> = Vec::new();
+        let mut all: Vec<ResolvedShape> = Vec::new();
         for wanted in &target.shapes {
             let image = wanted.image.clone().unwrap_or_else(|| settings.default_image.clone());
             let network = wanted.network.unwrap_or(NetworkMode::Nat);
@@ -179,30 +171,30 @@ impl Pool {
             let shape = provider.map(|provider| Shape { provider, image: image.clone(), network, limits });
             match all.iter_mut().find(|known| known.shape.is_ok() && known.shape == shape) {
                 Some(known) => known.size += wanted.size,
-                None => all.push(Resolved { shape, image, network, limits, size: wanted.size }),
+                None => all.push(ResolvedShape { shape, image, network, limits, size: wanted.size }),
             }
         }
         all
     }
 
-    /// The provider that a request without further wishes would get.
+    /// The provider that a request with default values would get.
     fn provider_for(&self, provider: ProviderChoice) -> Result<ProviderName, String> {
-        let wish = PlacementRequest {
+        let request = PlacementRequest {
             container_type: ContainerType::AgentWorkspace,
             provider,
             deployment: self.context.settings.workspaces.deployment_mode,
             security: SecurityLevel::Standard,
         };
-        let plan = placement::plan(wish, &self.health.known()).map_err(|error| error.to_string())?;
+        let plan = placement::plan(request, &self.health.known()).map_err(|error| error.to_string())?;
         let first = plan.candidates.first().ok_or("no provider can be used")?;
         Ok(first.provider)
     }
 
-    /// One pass: makes the pool what it shall be. What fails is logged and tried again by the next.
+    /// Runs one pass: removes and makes spares until the pool matches the target. Failures are logged, and the next pass tries again.
     pub(crate) async fn maintain(&self) {
-        let _one = self.passing.lock().await;
+        let _pass = self.passing.lock().await;
         if let Err(error) = self.try_maintain().await {
-            tracing::warn!(%error, "the pool can't be looked after; it will be tried again");
+            tracing::warn!(%error, "the pool can't be maintained; it will be tried again");
         }
     }
 
@@ -212,47 +204,47 @@ impl Pool {
         let is_on = target.shapes.iter().any(|shape| shape.size > 0);
         self.is_on.store(is_on, Ordering::Relaxed);
         let wanted = self.wanted(&target).await;
+        // Recovery logs damaged rows and leaves their sandboxes alone.
         let spares = self.context.store.spares().await?.readable;
         let owners = spares.iter().map(|spare| spare.owner);
-        self.context.servers.look_for(owners, &self.context.store).await?;
-        self.forget_spares(&spares);
+        self.context.servers.refresh_for(owners, &self.context.store).await?;
+        self.drop_channels(&spares);
         let dead = self.adopt_spares(&spares).await;
         let steps = {
-            // Passes don't overlap: what this server was making or removing before this one, it is not any more.
-            let is_free = |spare: &Spare| self.context.is_mine_to_change(spare.owner);
-            plan::plan(&wanted, &spares, |id| dead.contains(&id), is_free)
+            // Passes don't overlap, so this server is not making or removing any spare now.
+            let is_abandoned = |spare: &Spare| self.context.may_change(spare.owner);
+            plan::plan(&wanted, &spares, |id| dead.contains(&id), is_abandoned)
         };
         tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill, revision));
-        self.count_spares().await;
-        Ok(())
+        self.count_spares().await
     }
 
-    /// What is wanted, as far as it can be had now.
+    /// The shapes of the target that can be made now.
     async fn wanted(&self, target: &PoolTarget) -> Vec<Wanted> {
         let mut all = Vec::new();
         for resolved in self.resolve(target) {
             let Ok(shape) = resolved.shape else {
                 continue;
             };
-            let digest = match self.context.provider(shape.provider) {
-                Ok(provider) => provider.image_digest(&shape.image).await.map_err(|error| error.to_string()),
-                Err(error) => Err(error.to_string()),
-            };
-            match digest {
+            match self.image_digest(&shape).await {
                 Ok(digest) => all.push(Wanted { shape, digest, size: resolved.size }),
-                Err(problem) => self.note_failure(&shape, &problem),
+                Err(error) => self.note_failure(&shape, &error),
             }
         }
         all
     }
 
-    /// Drops the channels to spares that are none any more.
-    fn forget_spares(&self, spares: &[Spare]) {
-        let is_ready = |id| spares.iter().any(|spare| spare.id == id && spare.status == SpareStatus::Ready);
-        self.open().retain(|id, _| is_ready(*id));
+    async fn image_digest(&self, shape: &Shape) -> Result<String> {
+        Ok(self.context.provider(shape.provider)?.image_digest(&shape.image).await?)
     }
 
-    /// Opens channels to the ready spares that this process has none to. Gives those that are dead.
+    /// Drops the channels to spares that were claimed or removed.
+    fn drop_channels(&self, spares: &[Spare]) {
+        let is_ready = |id| spares.iter().any(|spare| spare.id == id && spare.status == SpareStatus::Ready);
+        self.open.lock().retain(|id, _| is_ready(*id));
+    }
+
+    /// Opens channels to the ready spares to which this process has none. Returns the dead ones.
     async fn adopt_spares(&self, spares: &[Spare]) -> Vec<WorkspaceId> {
         let mut dead = Vec::new();
         for spare in spares.iter().filter(|spare| spare.status == SpareStatus::Ready) {
@@ -262,7 +254,7 @@ impl Pool {
             let Ok(provider) = self.context.provider(spare.shape.provider) else {
                 continue;
             };
-            // It has been told before; and by now it may be a workspace's, which must not be told anything else.
+            // Without a configuration: the spare has one, and a workspace may have claimed it meanwhile.
             let spec = SandboxSpec { configuration: None, ..self.spare_spec(spare.id, &spare.shape) };
             let opened = async {
                 let sandbox = provider.sandbox_id(spare.id).await?;
@@ -273,7 +265,7 @@ impl Pool {
                     let warnings = provider.warnings(&spec).await;
                     let connection = SandboxConnection { channel, provider: provider.name() };
                     let open = OpenSpare { spare: spare.clone(), sandbox, connection, warnings };
-                    self.open().insert(spare.id, open);
+                    self.open.lock().insert(spare.id, open);
                     tracing::info!(spare = %spare.id, "a spare was adopted");
                 }
                 Err(ProviderError::Unavailable(problem)) => {
@@ -290,7 +282,7 @@ impl Pool {
 
     async fn withdraw_all(&self, spares: Vec<Spare>) {
         futures_util::stream::iter(spares)
-            .for_each_concurrent(AT_ONCE, |spare| async move {
+            .for_each_concurrent(MAX_CHANGES, |spare| async move {
                 if let Err(error) = self.withdraw(&spare).await {
                     tracing::warn!(spare = %spare.id, %error, "a spare can't be removed; it will be tried again");
                 }
@@ -300,7 +292,10 @@ impl Pool {
 
     async fn fill_all(&self, wanted: Vec<Wanted>, target_revision: u64) {
         futures_util::stream::iter(wanted)
-            .for_each_concurrent(AT_ONCE, |wanted| async move { self.fill(wanted, target_revision).await })
+            .for_each_concurrent(
+                MAX_CHANGES,
+                |wanted| async move { self.fill(wanted, target_revision).await },
+            )
             .await;
     }
 
@@ -310,7 +305,7 @@ impl Pool {
             return Ok(());
         }
         failpoint!("withdraw.row_written");
-        self.open().remove(&spare.id);
+        self.open.lock().remove(&spare.id);
         self.context.provider(spare.shape.provider)?.destroy(spare.id).await?;
         failpoint!("withdraw.destroyed");
         self.context.store.delete_spare(spare.id).await?;
@@ -319,16 +314,16 @@ impl Pool {
         Ok(())
     }
 
-    /// Makes a spare, unless there are enough.
+    /// Makes a spare, unless its shape has failed a moment ago.
     async fn fill(&self, wanted: Wanted, target_revision: u64) {
         if self.is_paused(&wanted.shape) {
             return;
         }
         match self.try_fill(&wanted, target_revision).await {
             Ok(()) => {
-                self.failing().remove(&wanted.shape);
+                self.failing.lock().remove(&wanted.shape);
             }
-            Err(error) => self.note_failure(&wanted.shape, &error.to_string()),
+            Err(error) => self.note_failure(&wanted.shape, &error),
         }
     }
 
@@ -351,7 +346,7 @@ impl Pool {
             }
         };
         failpoint!("fill.made");
-        tokio::time::sleep(SETTLE).await;
+        tokio::time::sleep(SETTLE_TIME).await;
         let spare = Spare {
             id,
             shape: shape.clone(),
@@ -364,50 +359,52 @@ impl Pool {
         let open = OpenSpare { spare, sandbox: sandbox.id, connection, warnings: sandbox.warnings };
         self.context.store.spare_is_ready(id).await?;
         failpoint!("fill.ready");
-        self.open().insert(id, open);
+        self.open.lock().insert(id, open);
         tracing::info!(spare = %id, provider = %shape.provider, image = shape.image, "a spare is ready");
         Ok(())
     }
 
-    /// Nothing more of this kind is made for a while.
-    fn note_failure(&self, shape: &Shape, problem: &str) {
+    /// Begins or prolongs the pause of a shape. Further failures with the same code are not reported again.
+    fn note_failure(&self, shape: &Shape, error: &WorkspaceError) {
+        let code = error.code();
         let is_new = {
-            let mut failing = self.failing();
+            let mut failing = self.failing.lock();
             let before = failing.get(shape);
             let pause = before.map_or(FIRST_PAUSE, |before| (before.pause * 2).min(LONGEST_PAUSE));
-            let is_new = before.is_none_or(|before| before.problem != problem);
+            let is_new = before.is_none_or(|before| before.code != code);
             let until = Instant::now() + pause;
-            failing.insert(shape.clone(), Failing { problem: problem.to_owned(), pause, until });
+            failing.insert(shape.clone(), Backoff { problem: error.to_string(), code, pause, until });
             is_new
         };
         metrics::counter!("emergent_pool_failures_total").increment(1);
         if is_new {
-            tracing::warn!(provider = %shape.provider, image = shape.image, problem, "spares can't be made");
-            self.context.events.tell(Event {
+            tracing::warn!(provider = %shape.provider, image = shape.image, %error, "spares can't be made");
+            self.context.events.publish(Event {
                 at: chrono::Utc::now(),
                 kind: EventKind::PoolProblem,
                 workspace_id: None,
                 provider: Some(shape.provider),
-                message: format!("spares of {} can't be made: {problem}", shape.image),
+                message: format!("spares of {} can't be made: {error}", shape.image),
             });
         }
     }
 
-    async fn count_spares(&self) {
-        if let Ok(spares) = self.context.store.spares().await.map(|spares| spares.readable) {
-            for status in SpareStatus::ALL {
-                let count = spares.iter().filter(|spare| spare.status == *status).count();
-                #[allow(clippy::cast_precision_loss, reason = "a count of spares is small")]
-                metrics::gauge!("emergent_pool_spares", "status" => status.as_str()).set(count as f64);
-            }
+    /// Updates the metrics.
+    async fn count_spares(&self) -> Result<()> {
+        let spares = self.context.store.spares().await?.readable;
+        for status in SpareStatus::ALL {
+            let count = spares.iter().filter(|spare| spare.status == *status).count();
+            #[allow(clippy::cast_precision_loss, reason = "a count of spares is small")]
+            metrics::gauge!("emergent_pool_spares", "status" => status.as_str()).set(count as f64);
         }
+        Ok(())
     }
 
-    /// The pool as it stands.
+    /// The target and the spares.
     pub(crate) async fn status(&self) -> Result<PoolStatus> {
         let (target, set_at_run_time) = self.target().await?;
         let spares = self.context.store.spares().await?.readable;
-        let failing = self.failing().clone();
+        let failing = self.failing.lock().clone();
         let mut matched = 0;
         let mut shapes = Vec::new();
         for resolved in self.resolve(&target) {
@@ -437,7 +434,7 @@ impl Pool {
         Ok(PoolStatus { set_at_run_time, shapes, leaving: all.saturating_sub(matched) })
     }
 
-    /// The sandbox of a spare. It belongs to nobody: no variables.
+    /// The specification of a spare's sandbox. It has no variables, because it has no workspace yet.
     fn spare_spec(&self, id: WorkspaceId, shape: &Shape) -> SandboxSpec {
         let max_tasks = self.context.settings.workspaces.max_tasks;
         SandboxSpec {

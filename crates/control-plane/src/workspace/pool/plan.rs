@@ -1,32 +1,33 @@
-//! What the pool lacks and what it has too much: a pure function.
+//! The steps from the present spares to the target: a pure function.
 
 use emergent_store::{Shape, Spare};
 use emergent_wire::WorkspaceId;
 use emergent_wire::pool::SpareStatus;
 
-/// A kind of spare that is wanted.
+/// A shape of the target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Wanted {
     pub(super) shape: Shape,
-    /// What the image is now.
+    /// The present digest of the image.
     pub(super) digest: String,
     pub(super) size: u32,
 }
 
-/// What there is to do.
+/// The steps of one pass.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Steps {
+    /// Spares to remove.
     pub(super) withdraw: Vec<Spare>,
-    /// One entry for each spare that lacks.
+    /// One entry for each spare to make.
     pub(super) fill: Vec<Wanted>,
 }
 
-/// Compares. `is_free` tells whether a spare that is being made or removed is so by a server that ended.
+/// Plans the steps. `is_abandoned` tells whether the server that was making or removing a spare has ended.
 pub(super) fn plan(
     wanted: &[Wanted],
     spares: &[Spare],
     is_dead: impl Fn(WorkspaceId) -> bool,
-    is_free: impl Fn(&Spare) -> bool,
+    is_abandoned: impl Fn(&Spare) -> bool,
 ) -> Steps {
     let mut steps = Steps::default();
     let mut kept = vec![0_u32; wanted.len()];
@@ -36,15 +37,14 @@ pub(super) fn plan(
             .position(|wanted| wanted.shape == spare.shape && wanted.digest == spare.image_digest);
         let is_wanted = match spare.status {
             SpareStatus::Ready => !is_dead(spare.id),
-            // Half-made or half-removed by nobody who is still at it.
-            SpareStatus::Filling | SpareStatus::Leaving if is_free(spare) => false,
+            SpareStatus::Filling | SpareStatus::Leaving if is_abandoned(spare) => false,
             SpareStatus::Filling => true,
             SpareStatus::Leaving => continue,
         };
         match place {
             Some(place) if is_wanted && kept[place] < wanted[place].size => kept[place] += 1,
-            // Whoever makes it finds out that it is not wanted any more when it is ready.
-            _ if spare.status == SpareStatus::Filling && !is_free(spare) => {}
+            // Another server is making it. When it is ready, a pass removes it.
+            _ if spare.status == SpareStatus::Filling && !is_abandoned(spare) => {}
             _ => steps.withdraw.push(spare.clone()),
         }
     }
@@ -88,10 +88,10 @@ mod tests {
     }
 
     proptest! {
-        /// After the steps the pool holds what is wanted, never more, and of the right image; what another server
-        /// is at is left alone.
+        /// After the steps the pool matches the target, with the present images. Spares that another server is changing are left
+        /// alone.
         #[test]
-        fn the_steps_lead_to_what_is_wanted(
+        fn the_steps_lead_to_the_target(
             spares in prop::collection::vec(any_spare(), 0..12),
             sizes in prop::collection::vec(0_u32..4, 2),
             dead in prop::collection::vec(any::<bool>(), 12),
@@ -100,15 +100,15 @@ mod tests {
                 .map(|(image, size)| Wanted { shape: shape(image), digest: "1".to_owned(), size: *size })
                 .collect();
             let is_dead = |id| spares.iter().zip(&dead).any(|(spare, dead)| spare.id == id && *dead);
-            let is_free = |spare: &Spare| spare.owner.is_none();
-            let steps = plan(&wanted, &spares, is_dead, is_free);
+            let is_abandoned = |spare: &Spare| spare.owner.is_none();
+            let steps = plan(&wanted, &spares, is_dead, is_abandoned);
             for spare in &steps.withdraw {
-                prop_assert!(spare.status == SpareStatus::Ready || is_free(spare));
+                prop_assert!(spare.status == SpareStatus::Ready || is_abandoned(spare));
             }
             for wanted in &wanted {
                 let stays = spares.iter().filter(|spare| {
                     let is_coming = spare.status == SpareStatus::Ready
-                        || (spare.status == SpareStatus::Filling && !is_free(spare));
+                        || (spare.status == SpareStatus::Filling && !is_abandoned(spare));
                     is_coming && spare.shape == wanted.shape && spare.image_digest == wanted.digest
                         && !steps.withdraw.contains(spare)
                 });

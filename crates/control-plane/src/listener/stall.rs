@@ -1,4 +1,4 @@
-//! A stream that fails when the other side takes nothing for too long.
+//! A stream whose writes fail when the other side reads nothing for too long.
 
 use std::future::Future;
 use std::io;
@@ -9,29 +9,29 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep};
 
-/// Limits how long a write may wait. Reading has limits elsewhere: a client that waits for an answer sends nothing.
+/// Limits the time for which a write may block. Reads have limits elsewhere: a client that waits for an answer sends nothing.
 pub(crate) struct StallGuard<S> {
     stream: S,
-    /// None: a write may wait for ever.
+    /// None for no limit.
     limit: Option<Duration>,
-    /// Runs while a write waits.
-    waiting: Option<Pin<Box<Sleep>>>,
+    /// Runs while a write blocks.
+    timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl<S> StallGuard<S> {
     pub(crate) fn new(stream: S, limit: Option<Duration>) -> Self {
-        Self { stream, limit, waiting: None }
+        Self { stream, limit, timer: None }
     }
 
-    /// Passes a result on; one that has to wait is limited.
+    /// Returns the result of a write, or an error when writes have blocked for too long.
     fn limited<T>(&mut self, context: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         let Some(limit) = self.limit.filter(|_| result.is_pending()) else {
-            self.waiting = None;
+            self.timer = None;
             return result;
         };
-        let waiting =
-            self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + limit)));
-        match waiting.as_mut().poll(context) {
+        let timer =
+            self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + limit)));
+        match timer.as_mut().poll(context) {
             Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
             Poll::Pending => Poll::Pending,
         }
@@ -90,21 +90,21 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_write_that_nobody_takes_fails_and_one_that_is_taken_slowly_does_not() {
+    async fn writes_to_a_stalled_reader_fail_and_writes_to_a_slow_reader_do_not() {
         let (client, server) = tokio::io::duplex(8);
         let mut server = StallGuard::new(server, Some(Duration::from_secs(60)));
-        let (mut client, taking) = (client, tokio::sync::Notify::new());
+        let (mut client, all_read) = (client, tokio::sync::Notify::new());
         let slow = async {
             for _ in 0..4 {
                 tokio::time::sleep(Duration::from_secs(50)).await;
                 client.read_exact(&mut [0; 8]).await.unwrap();
             }
-            taking.notify_one();
+            all_read.notify_one();
             std::future::pending::<()>().await;
         };
         let written = async {
             server.write_all(&[0; 40]).await.unwrap();
-            taking.notified().await;
+            all_read.notified().await;
             server.write_all(&[0; 40]).await.unwrap_err().kind()
         };
         let kind = tokio::select! {

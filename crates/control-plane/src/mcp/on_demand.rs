@@ -1,31 +1,33 @@
-//! Processes beside the supervised one: of sessions with a process of their own, of single calls in that mode, and of clients of
-//! the modern era. They are started on demand, and never restarted.
+//! Processes that are started on demand and never restarted: for each session or single call in the mode `per_session`, and one
+//! for all clients of the modern era.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use emergent_mcp_bridge::{Bridge, BridgeError, Item, Role};
 use emergent_mcp_protocol::envelope::{Members, Message};
 use emergent_mcp_protocol::{meta, version};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use parking_lot::Mutex;
 use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument as _;
 
 use super::McpHost;
-use super::front::{WAIT_FOR_START, refused};
-use super::hosted::Hosted;
+use super::call::WAIT_FOR_START;
+use super::error::{McpError, Result};
+use super::hosted::HostedServer;
 use super::process::Process;
 
 /// The time that a server has to answer `server/discover`.
-const DISCOVERED_WITHIN: Duration = Duration::from_secs(15);
-/// A process of the modern era ends when it was idle for this time.
+const DISCOVER_TIME: Duration = Duration::from_secs(15);
+/// The process of the modern era ends when it was idle for this time.
 const MODERN_IDLE_TIME: Duration = Duration::from_secs(10 * 60);
-/// The time for which a server that did not answer `server/discover` counts as one of the legacy era.
+/// A server that did not answer `server/discover` counts as one of the legacy era for this time.
 const SILENT_TIME: Duration = Duration::from_secs(60);
 
-/// A server's support of the modern era, as far as it is known.
-pub(crate) struct Modern {
+/// The result of asking a server whether it supports the modern era.
+pub(super) struct ModernEra {
     support: ModernSupport,
-    used: Mutex<Instant>,
+    last_used: Mutex<Instant>,
 }
 
 enum ModernSupport {
@@ -33,26 +35,22 @@ enum ModernSupport {
     Yes { bridge: Bridge, _process: AbortOnDropHandle<()> },
     /// The server supports only the legacy era.
     No,
-    /// The server did not answer. Many servers of the legacy era don't before `initialize`, but it may also be slow.
+    /// The server did not answer. It may be slow, or of the legacy era: many such servers answer nothing before `initialize`.
     Silent,
 }
 
-impl Modern {
+impl ModernEra {
     /// The bridge to the process of the modern era, if the server supports it.
-    pub(crate) fn bridge(&self) -> Option<&Bridge> {
+    pub(super) fn bridge(&self) -> Option<&Bridge> {
         match &self.support {
             ModernSupport::Yes { bridge, .. } => Some(bridge),
             ModernSupport::No | ModernSupport::Silent => None,
         }
     }
 
-    fn used(&self) -> MutexGuard<'_, Instant> {
-        self.used.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the process has ended or is idle, or `server/discover` is due again.
-    fn is_over(&self) -> bool {
-        let idle = self.used().elapsed();
+    fn is_outdated(&self) -> bool {
+        let idle = self.last_used.lock().elapsed();
         match &self.support {
             ModernSupport::Yes { bridge, .. } => {
                 !bridge.is_open() || (idle > MODERN_IDLE_TIME && bridge.load().0 == 0)
@@ -65,75 +63,73 @@ impl Modern {
 
 impl McpHost {
     /// Starts one more process of a server in its sandbox. It ends when the returned handle is dropped.
-    pub(super) async fn start_side(
+    pub(super) async fn start_process(
         &self,
-        hosted: &Arc<Hosted>,
+        server: &Arc<HostedServer>,
         role: Role,
-    ) -> Result<(Bridge, AbortOnDropHandle<()>), ErrorDetail> {
-        hosted.bridge.ready(WAIT_FOR_START).await.map_err(|error| refused(&error))?;
-        let lost =
-            || ErrorDetail::new(ErrorCode::Unavailable, "the server is being started: try again in a moment");
-        let connection = self.workspaces.context.live(hosted.id).connection().ok_or_else(lost)?;
-        let program = hosted.program().ok_or_else(lost)?;
-        let bridge = Bridge::new(hosted.name.clone(), role);
+    ) -> Result<(Bridge, AbortOnDropHandle<()>)> {
+        server.bridge.ready(WAIT_FOR_START).await.map_err(McpError::NotSent)?;
+        let connection = self.workspaces.context.live(server.id).connection().ok_or(McpError::Starting)?;
+        let program = server.program().ok_or(McpError::Starting)?;
+        let bridge = Bridge::new(server.name.clone(), role);
         let process = Process::start(&connection.channel, &program, bridge.open()).await?;
         bridge.let_in();
-        let (followed, hosted) = (bridge.clone(), Arc::clone(hosted));
-        let task = tokio::spawn(async move {
-            let end = process.follow(&hosted, Some(&followed)).await;
-            let reason = end.reason();
-            hosted.journal.note(format!("the process of a session: {reason}"));
+        let (followed, server) = (bridge.clone(), Arc::clone(server));
+        let span = server.span();
+        let follow = async move {
+            let reason = process.follow(&server, Some(&followed)).await.reason();
+            server.journal.note(format!("the process of a session: {reason}"));
             followed.close(&format!("the MCP server has ended ({reason})"), false);
-        });
-        Ok((bridge, AbortOnDropHandle::new(task)))
+        };
+        Ok((bridge, AbortOnDropHandle::new(tokio::spawn(follow.instrument(span)))))
     }
 
     /// Starts and initializes a process for one call. It ends when the returned handle is dropped.
-    pub(super) async fn side_for_call(
+    pub(super) async fn start_for_call(
         &self,
-        hosted: &Arc<Hosted>,
-    ) -> Result<(Bridge, AbortOnDropHandle<()>), ErrorDetail> {
-        let (bridge, task) = self.start_side(hosted, Role::Shared).await?;
-        let initialized = bridge.initialize(env!("CARGO_PKG_VERSION"), hosted.timeout()).await;
-        initialized.map_err(|error| refused(&error))?;
+        server: &Arc<HostedServer>,
+    ) -> Result<(Bridge, AbortOnDropHandle<()>)> {
+        let (bridge, task) = self.start_process(server, Role::Shared).await?;
+        let initialized = bridge.initialize(env!("CARGO_PKG_VERSION"), server.timeout()).await;
+        initialized.map_err(McpError::NotSent)?;
         Ok((bridge, task))
     }
 
-    /// The server's support of the modern era. Its clients have a process of their own, because many servers choose their era by
-    /// the first message.
-    pub(crate) async fn modern(&self, hosted: &Arc<Hosted>) -> Result<Arc<Modern>, ErrorDetail> {
-        let mut known = hosted.modern.lock().await;
-        if let Some(modern) = known.as_ref().filter(|modern| !modern.is_over()) {
+    /// The server's support of the modern era. Clients of that era share a process, apart from other clients, because many servers
+    /// choose their era by the first message.
+    pub(super) async fn modern(&self, server: &Arc<HostedServer>) -> Result<Arc<ModernEra>> {
+        let mut known = server.modern.lock().await;
+        if let Some(modern) = known.as_ref().filter(|modern| !modern.is_outdated()) {
             if modern.bridge().is_some() {
-                *modern.used() = Instant::now();
+                *modern.last_used.lock() = Instant::now();
             }
             return Ok(Arc::clone(modern));
         }
-        let (bridge, task) = self.start_side(hosted, Role::Shared).await?;
+        let (bridge, task) = self.start_process(server, Role::Shared).await?;
         let support = match discover(&bridge).await {
             Some(true) => ModernSupport::Yes { bridge, _process: task },
             Some(false) => ModernSupport::No,
             None => ModernSupport::Silent,
         };
-        let modern = Arc::new(Modern { support, used: Mutex::new(Instant::now()) });
+        let modern = Arc::new(ModernEra { support, last_used: Mutex::new(Instant::now()) });
         *known = Some(Arc::clone(&modern));
         Ok(modern)
     }
 
     /// Ends idle sessions and processes.
     pub(crate) async fn sweep_sessions(&self) {
-        let all: Vec<Arc<Hosted>> = self.servers().values().cloned().collect();
-        for hosted in all {
-            hosted.endpoint.sweep();
-            let mut modern = hosted.modern.lock().await;
-            if modern.as_ref().is_some_and(|modern| modern.is_over()) {
+        let all: Vec<Arc<HostedServer>> = self.servers.lock().values().cloned().collect();
+        for server in all {
+            server.endpoint.sweep();
+            let mut modern = server.modern.lock().await;
+            if modern.as_ref().is_some_and(|modern| modern.is_outdated()) {
                 *modern = None;
             }
         }
     }
 }
 
-/// Whether a process answers `server/discover`, and names the modern version. None when it does not answer.
+/// Whether a process answers `server/discover` and names the modern version. None when it does not answer.
 async fn discover(bridge: &Bridge) -> Option<bool> {
     let text = format!(
         "{{\"jsonrpc\":\"2.0\",\"id\":0,\"method\":\"server/discover\",\"params\":{{\"_meta\":{{\
@@ -145,7 +141,7 @@ async fn discover(bridge: &Bridge) -> Option<bool> {
         meta::CLIENT_CAPABILITIES,
     );
     let message = Message::parse(&text).ok()?;
-    let mut exchange = bridge.request(bridge.visitor(), &message, DISCOVERED_WITHIN).await.ok()?;
+    let mut exchange = bridge.request(bridge.visitor(), &message, DISCOVER_TIME).await.ok()?;
     let line = loop {
         match exchange.next().await? {
             Item::Answer(line) => break line,

@@ -1,10 +1,10 @@
 //! Error bodies for requests that are not HTTP.
 //!
-//! hyper answers a head that it can't read, or that is too large, by itself, with a status and no body, and closes the connection.
-//! No handler sees such a request. So the stream below hyper recognises these heads and puts our error body after them.
+//! hyper itself answers a request whose head can't be read or is too large: it writes a status without a body and closes the
+//! connection. No handler sees such a request. So the stream below hyper recognises these answers and adds the error body.
 //!
-//! Invariant: only the first answer of a connection is looked at, and only if no handler has been asked yet. Later bytes may be the
-//! content of a file, which a guest can make look like such a head: changing them would let it forge the next answer.
+//! Invariant: only the first answer of a connection can be changed, and only if no request has reached a handler. Later bytes may
+//! be the content of a file, which a guest controls: a file that looks like such an answer must not be changed.
 
 use std::io;
 use std::pin::Pin;
@@ -15,12 +15,12 @@ use emergent_wire::error::ErrorBody;
 use emergent_wire::{ErrorCode, ErrorDetail};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::connections::Connection;
+use super::connections::Connection;
 
-/// How a head without a body begins that hyper writes by itself, after its first line. Those of handlers have other headers first.
+/// The first headers of hyper's own answers. Answers of handlers begin with other headers.
 const NO_BODY: &[u8] = b"connection: close\r\ncontent-length: 0\r\n";
 
-/// The first lines of hyper's own answers, and our errors for them.
+/// The first lines of hyper's own answers, and the errors for them.
 const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
     (b"HTTP/1.1 400 Bad Request\r\n", ErrorCode::BadRequest, "this is not a request of HTTP/1.1 or HTTP/2"),
     (
@@ -30,20 +30,20 @@ const REFUSALS: [(&[u8], ErrorCode, &str); 2] = [
     ),
 ];
 
-/// A stream that adds an error body to what hyper refuses by itself.
+/// A stream that adds error bodies to hyper's own answers.
 pub(crate) struct ExplainMalformed<S> {
     stream: S,
     connection: Arc<Connection>,
-    /// The answer that is being written in place of hyper's.
+    /// The answer that is being written instead of hyper's.
     replacement: Option<Replacement>,
 }
 
-/// An answer with a body, in place of a head without one.
+/// An answer with an error body, which replaces one of hyper's.
 struct Replacement {
     text: Vec<u8>,
     /// Bytes of the text that were written.
     written: usize,
-    /// Bytes of the head that hyper wants to write.
+    /// The length of hyper's answer.
     head_bytes: usize,
 }
 
@@ -52,15 +52,15 @@ impl<S> ExplainMalformed<S> {
         Self { stream, connection, replacement: None }
     }
 
-    /// The answer to write in place of these bytes, if they are a head of hyper's own.
+    /// The answer that replaces these bytes, if they are an answer of hyper's own.
     fn replacement_of(&self, bytes: &[u8]) -> Option<Replacement> {
-        let text = (!self.connection.has_asked()).then(|| explained(bytes)).flatten()?;
+        let text = (!self.connection.has_sent_request()).then(|| with_body(bytes)).flatten()?;
         Some(Replacement { text, written: 0, head_bytes: bytes.len() })
     }
 }
 
-/// The head with an error body, if it is one that hyper wrote by itself.
-fn explained(head: &[u8]) -> Option<Vec<u8>> {
+/// One of hyper's own answers with an error body. None for other bytes.
+fn with_body(head: &[u8]) -> Option<Vec<u8>> {
     let (rest, line, code, message) = REFUSALS.iter().find_map(|(line, code, message)| {
         Some((head.strip_prefix(*line)?.strip_prefix(NO_BODY)?, *line, *code, *message))
     })?;
@@ -141,31 +141,30 @@ mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
-    use crate::connections::Connections;
+    use crate::listener::connections::Connections;
 
-    /// A guest controls the content of files, and a client may read them over a connection that it goes on using.
+    /// A guest controls the content of files, and a client may read them over a connection that it keeps using.
     #[tokio::test]
-    async fn the_bytes_of_an_answer_are_never_changed() {
+    async fn answers_of_handlers_are_never_changed() {
         let head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\ndate: x\r\n\r\n";
-        for has_asked in [false, true] {
+        for has_sent_request in [false, true] {
             let connections = Arc::new(Connections::default());
-            let place = connections.admit(None).unwrap();
-            let asked = has_asked.then(|| place.connection().begin_request());
-            drop(asked);
+            let slot = connections.admit(None).unwrap();
+            drop(has_sent_request.then(|| slot.connection().begin_request()));
             let (mut client, server) = tokio::io::duplex(4096);
-            let mut server = ExplainMalformed::new(server, Arc::clone(place.connection()));
+            let mut server = ExplainMalformed::new(server, Arc::clone(slot.connection()));
             server.write_all(head).await.unwrap();
             drop(server);
             let mut got = Vec::new();
             client.read_to_end(&mut got).await.unwrap();
-            assert_eq!(got == head, has_asked, "{}", String::from_utf8_lossy(&got));
+            assert_eq!(got == head, has_sent_request, "{}", String::from_utf8_lossy(&got));
         }
     }
 
     #[test]
-    fn only_refusals_without_a_body_get_one() {
+    fn a_body_is_added_only_to_answers_of_hyper_itself() {
         let head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\ndate: x\r\n\r\n";
-        let text = String::from_utf8(explained(head).unwrap()).unwrap();
+        let text = String::from_utf8(with_body(head).unwrap()).unwrap();
         let (head, body) = text.split_once("\r\n\r\n").unwrap();
         assert!(head.ends_with("\r\ndate: x") && head.contains(&format!("content-length: {}", body.len())));
         assert_eq!(serde_json::from_str::<ErrorBody>(body).unwrap().error.code, ErrorCode::HeadersTooLarge);
@@ -173,10 +172,10 @@ mod tests {
             "HTTP/1.1 400 Bad Request\r\ncontent-length: 5\r\n\r\n",
             "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n",
             "HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\nHTTP/1.1",
-            // Of a hosted MCP server.
+            // From a hosted MCP server.
             "HTTP/1.1 400 Bad Request\r\nx-request-id: 1\r\ncontent-length: 0\r\n\r\n",
         ] {
-            assert_eq!(explained(other.as_bytes()), None);
+            assert_eq!(with_body(other.as_bytes()), None);
         }
     }
 }

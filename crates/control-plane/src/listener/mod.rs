@@ -1,8 +1,19 @@
-//! Accepting connections, over TCP with or without TLS, or on a Unix socket.
+//! Accepts connections over TCP, with or without TLS, or on a Unix socket, and serves HTTP on them.
 //!
-//! Each phase of a connection has a limit in time: the TLS handshake, the first request's head, the pause between two
-//! requests, each piece of a request's body, each piece of an answer that the client takes. [`connections`](crate::connections)
-//! decides which ones are closed when there are too many.
+//! ```text
+//! connections  the limit on connections, and which one is closed at the limit
+//! tls          TLS by certificate files
+//! stall        ends writes that the client does not read
+//! malformed    error bodies for requests that are not HTTP
+//! ```
+//!
+//! Each phase of a connection has a time limit: the TLS handshake, the head of the first request, the pause between
+//! requests, each read of a request's body, each write of an answer.
+
+mod connections;
+mod malformed;
+mod stall;
+pub(crate) mod tls;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -26,25 +37,26 @@ use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
-use crate::connections::{Connection, Connections, Place, RequestInProgress};
-use crate::malformed::ExplainMalformed;
-use crate::stall::StallGuard;
+pub(crate) use connections::Connection;
+use connections::{ConnectionSlot, Connections, RequestGuard};
+use malformed::ExplainMalformed;
+use stall::StallGuard;
 
-/// How long a client may take to send the head of its first request.
-const FIRST_HEAD_TIME: Duration = Duration::from_secs(15);
-/// How long a connection may be idle, and how long a client may take to send a later request's head. Longer than common
-/// clients keep a connection (90 s): one that is closed under a request loses it.
-const HEAD_TIME: Duration = Duration::from_secs(100);
-/// How long the TLS handshake may take.
-const HANDSHAKE_TIME: Duration = Duration::from_secs(15);
-/// How long a client of the server may take to accept a piece of an answer.
-pub(crate) const WRITE_TIME: Duration = Duration::from_secs(60);
-/// How often the client of an HTTP/2 connection is asked whether it is still there.
+/// The time limit for the head of a connection's first request.
+const FIRST_HEAD_TIMEOUT: Duration = Duration::from_secs(15);
+/// The time limit for an idle connection, and for the head of a later request. Common clients keep idle connections for 90 s. A
+/// shorter limit could close a connection while the client sends a request on it.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(100);
+/// The time limit for the TLS handshake.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(15);
+/// The time limit for one write to a client of the server.
+pub(crate) const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+/// The interval of HTTP/2 keep-alive pings.
 const PING_EVERY: Duration = Duration::from_secs(30);
-/// How long requests have to end when the server is stopped.
+/// The time that requests in progress have to end at shutdown.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(20);
 
-/// What connections come from.
+/// A bound TCP port or Unix socket.
 pub(crate) enum Listener {
     Tcp(TcpListener, Option<TlsAcceptor>),
     Unix(UnixListener),
@@ -67,13 +79,13 @@ impl Listener {
     }
 }
 
-/// Accepts connections until `shutdown`, then lets the requests in progress end.
+/// Accepts connections until `shutdown`, then waits for the requests in progress.
 ///
-/// `write_time` limits how long a client may take to accept a piece of an answer.
+/// `write_timeout` limits each write to a client.
 pub(crate) async fn accept(
     listener: Listener,
     router: Router,
-    write_time: Option<Duration>,
+    write_timeout: Option<Duration>,
     shutdown: impl Future<Output = ()>,
 ) {
     let graceful = GracefulShutdown::new();
@@ -93,13 +105,15 @@ pub(crate) async fn accept(
             },
         };
         while connections.try_join_next().is_some() {}
-        let Ok(place) = all.admit(address) else {
-            tracing::warn!("a connection is refused: all others are in use");
+        let Ok(slot) = all.admit(address) else {
+            tracing::warn!(
+                "a connection is refused: the limit is reached, and all other connections have sent a valid token"
+            );
             continue;
         };
         let (router, watcher) = (router.clone(), graceful.watcher());
         connections.spawn(async move {
-            if let Err(error) = serve_connection(stream, router, write_time, watcher, &place).await {
+            if let Err(error) = serve_connection(stream, router, write_timeout, watcher, &slot).await {
                 tracing::debug!(error, "a connection ended early");
             }
         });
@@ -114,22 +128,24 @@ pub(crate) async fn accept(
 async fn serve_connection(
     stream: Stream,
     router: Router,
-    write_time: Option<Duration>,
+    write_timeout: Option<Duration>,
     watcher: Watcher,
-    place: &Place,
+    slot: &ConnectionSlot,
 ) -> Result<(), String> {
-    let connection = place.connection();
+    let connection = slot.connection();
     let served = async {
         match stream {
-            Stream::Unix(stream) => serve_stream(stream, router, write_time, watcher, connection).await,
+            Stream::Unix(stream) => serve_stream(stream, router, write_timeout, watcher, connection).await,
             Stream::Tcp(stream, tls) => {
                 let _ = stream.set_nodelay(true);
                 match tls {
-                    None => serve_stream(stream, router, write_time, watcher, connection).await,
-                    Some(tls) => match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
-                        Ok(Ok(stream)) => serve_stream(stream, router, write_time, watcher, connection).await,
+                    None => serve_stream(stream, router, write_timeout, watcher, connection).await,
+                    Some(tls) => match tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await {
+                        Ok(Ok(stream)) => {
+                            serve_stream(stream, router, write_timeout, watcher, connection).await
+                        }
                         Ok(Err(error)) => Err(error.to_string()),
-                        Err(_) => Err("the TLS handshake took too long".to_owned()),
+                        Err(_) => Err("the TLS handshake timed out".to_owned()),
                     },
                 }
             }
@@ -137,19 +153,19 @@ async fn serve_connection(
     };
     tokio::select! {
         served = served => served,
-        () = connection.closed.cancelled() => Err("it was closed to make room".to_owned()),
+        () = connection.closed.cancelled() => Err("closed in favour of a new connection: the limit is reached".to_owned()),
     }
 }
 
 async fn serve_stream(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     router: Router,
-    write_time: Option<Duration>,
+    write_timeout: Option<Duration>,
     watcher: Watcher,
     connection: &Arc<Connection>,
 ) -> Result<(), String> {
     let mut builder = Builder::new(TokioExecutor::new());
-    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIME).max_buf_size(64 * 1024);
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT).max_buf_size(64 * 1024);
     builder
         .http2()
         .timer(TokioTimer::new())
@@ -161,22 +177,23 @@ async fn serve_stream(
     let service = hyper::service::service_fn(move |request: Request<Incoming>| {
         answer(router.clone(), Arc::clone(&answering), request)
     });
-    let io = TokioIo::new(ExplainMalformed::new(StallGuard::new(stream, write_time), Arc::clone(connection)));
+    let io =
+        TokioIo::new(ExplainMalformed::new(StallGuard::new(stream, write_timeout), Arc::clone(connection)));
     let served = watcher.watch(builder.serve_connection_with_upgrades(io, service).into_owned());
     tokio::select! {
         served = served => served.map_err(|error| error.to_string()),
-        () = until_unused(connection) => Err("nothing was asked over it in time".to_owned()),
+        () = until_unused(connection) => Err("no request came in time".to_owned()),
     }
 }
 
-/// Waits until nothing was asked over a connection for too long. HTTP/1 ends a pause between requests by itself.
+/// Waits until a connection has had no request for too long. For HTTP/1, hyper has a timeout between requests of its own.
 async fn until_unused(connection: &Connection) {
-    tokio::time::sleep(FIRST_HEAD_TIME).await;
-    if !connection.has_asked() {
+    tokio::time::sleep(FIRST_HEAD_TIMEOUT).await;
+    if !connection.has_sent_request() {
         return;
     }
     loop {
-        tokio::time::sleep(HEAD_TIME).await;
+        tokio::time::sleep(HEAD_TIMEOUT).await;
         if !connection.take_used() && !connection.is_busy() {
             return;
         }
@@ -189,16 +206,16 @@ async fn answer(
     mut request: Request<Incoming>,
 ) -> Result<Response<TrackedBody>, Infallible> {
     let in_progress = connection.begin_request();
-    // For the check of its token, which makes the connection a trusted one.
+    // Access control marks the connection as trusted when the token is valid.
     request.extensions_mut().insert(connection);
     let response = router.oneshot(request.map(Body::new)).await?;
     Ok(response.map(|body| TrackedBody { body, _in_progress: in_progress }))
 }
 
-/// An answer's body; its request is in progress as long as this lives.
+/// The body of an answer. Its request counts as in progress until this is dropped.
 struct TrackedBody {
     body: Body,
-    _in_progress: RequestInProgress,
+    _in_progress: RequestGuard,
 }
 
 impl HttpBody for TrackedBody {

@@ -1,4 +1,4 @@
-//! The API's page for people: plain HTML made from the OpenAPI description. No script, nothing loaded from elsewhere.
+//! The description of the API as a page for people: HTML without scripts, which loads nothing from other hosts.
 
 use serde_json::Value;
 
@@ -11,8 +11,8 @@ summary{cursor:pointer}summary b{display:inline-block;min-width:4.5rem}table{bor
 td,th{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-top:1px solid #8883}
 .get{color:#2a7ae2}.post{color:#1a8f4c}.delete{color:#c0392b}.dim{opacity:.7}</style></head><body>"#;
 
-/// The page. `server` is where the reader reached it.
-pub(crate) fn render(description: &Value, server: &str) -> String {
+/// Renders the page. `server` is the address under which the reader reached this server.
+pub(super) fn render(description: &Value, server: &str) -> String {
     let mut page = HEAD.to_owned();
     page += &format!(
         "<h1>{}</h1><p>{}</p><p>Try it, on the server's machine:</p><pre>\
@@ -146,7 +146,7 @@ fn entries(value: &Value) -> impl Iterator<Item = (&String, &Value)> {
     value.as_object().into_iter().flatten()
 }
 
-/// A description; what is in backticks is code.
+/// A description as HTML. Text in backticks becomes code.
 fn text(value: &Value) -> String {
     let escaped = escape(value.as_str().unwrap_or_default());
     let parts = escaped.split('`').enumerate();

@@ -1,35 +1,35 @@
-//! JSON Schemas of tools, made of the OpenAPI schemas of their types.
+//! JSON Schemas of tools for MCP clients, made from the OpenAPI schemas of their types.
 //!
 //! An OpenAPI 3.1 schema is a JSON Schema, but some MCP clients support only a part of that language. So references are replaced by
-//! the schemas they refer to, and keywords for code generators are removed. The schema of arguments never allows null: leaving the
-//! field out means the same, and some models do not support lists of types.
+//! the schemas that they name, and keywords for code generators are removed. The schema of arguments never allows null: a field that
+//! is left out means the same, and some models do not support lists of types.
 //!
-//! The schema of an answer includes the error, because some clients check errors against the schema, too.
+//! The schema of an answer includes the error, because some clients also check errors against the schema.
 
 use std::collections::BTreeMap;
 
 use emergent_wire::ErrorDetail;
 use serde_json::{Map, Value, json};
 
-use super::table::{ToolEntry, TypeSchema};
+use crate::tools::{ToolEntry, TypeSchema};
 
 type JsonObject = Map<String, Value>;
 
-/// The largest depth of nested types: it ends a type that contains itself.
+/// The limit on nested types, which ends a type that contains itself.
 const MAX_DEPTH: usize = 16;
-/// Keywords that mean nothing to MCP clients, or that some of them refuse.
+/// Keywords without a meaning for MCP clients, or that some of them refuse.
 const LEFT_OUT: [&str; 2] = ["format", "propertyNames"];
 
 /// The schema of a tool's arguments.
-pub(crate) fn of_arguments(tool: &ToolEntry) -> JsonObject {
+pub(super) fn of_arguments(tool: &ToolEntry) -> JsonObject {
     input(tool.request)
 }
 
-/// The schema of a tool's answer: finished work, work that has begun, or an error.
-pub(crate) fn of_answer(tool: &ToolEntry) -> JsonObject {
+/// The schema of a tool's answer: that of finished work, that of work that has only started, or an error.
+pub(super) fn of_answer(tool: &ToolEntry) -> JsonObject {
     let types = (tool.answers)();
     let answers: Vec<JsonObject> =
-        [Some(types.finished), types.begun].into_iter().flatten().map(of).collect();
+        [Some(types.finished), types.started].into_iter().flatten().map(of).collect();
     output(&answers)
 }
 
@@ -40,7 +40,7 @@ fn of(schema: TypeSchema) -> JsonObject {
     let parts: BTreeMap<String, Value> = parts.into_iter().map(|(name, part)| (name, plain(&part))).collect();
     match inline(plain(&(schema.schema)()), &parts, MAX_DEPTH) {
         Value::Object(mut schema) => {
-            // The tool's description says more.
+            // The tool has a longer description.
             schema.remove("description");
             schema
         }
@@ -57,7 +57,7 @@ fn input(schema: TypeSchema) -> JsonObject {
 fn output(answers: &[JsonObject]) -> JsonObject {
     let mut error = of(TypeSchema::of::<ErrorDetail>());
     error.insert("description".into(), "Why the tool failed; there is nothing else then.".into());
-    // All the codes there are would be most of the schema.
+    // The list of all codes would be most of the schema.
     if let Some(code) = error.get_mut("properties").and_then(|properties| properties.get_mut("code")) {
         code.as_object_mut().map(|code| code.remove("enum"));
     }
@@ -83,7 +83,7 @@ fn plain(schema: &impl serde::Serialize) -> Value {
     serde_json::to_value(schema).unwrap_or_default()
 }
 
-/// Puts the schemas that are referred to in their places.
+/// Replaces references by the schemas that they name.
 fn inline(schema: Value, parts: &BTreeMap<String, Value>, depth: usize) -> Value {
     match schema {
         Value::Object(schema) => Value::Object(inline_object(schema, parts, depth)),
@@ -97,11 +97,11 @@ fn inline_object(mut schema: JsonObject, parts: &BTreeMap<String, Value>, depth:
         let name = reference.as_str().and_then(|text| text.rsplit('/').next()).unwrap_or_default();
         let part = parts.get(name).filter(|_| depth > 0).cloned().unwrap_or_default();
         let Value::Object(mut part) = inline(part, parts, depth.saturating_sub(1)) else { return schema };
-        // What is said at the place says more than what is said of the type.
+        // The keywords beside the reference replace those of the type.
         part.extend(schema);
         return part;
     }
-    // `properties` holds names, not keywords: a field may be called `format`.
+    // The keys of `properties` are names and not keywords: a field may be called `format`.
     if let Some(Value::Object(properties)) = schema.remove("properties") {
         let inlined =
             properties.into_iter().map(|(name, field)| (name, inline(field, parts, depth))).collect();
@@ -113,7 +113,7 @@ fn inline_object(mut schema: JsonObject, parts: &BTreeMap<String, Value>, depth:
     for (keyword, value) in &mut schema {
         match (keyword.as_str(), &mut *value) {
             ("properties", _) => {}
-            // The documentation's lines are as long as the code's.
+            // The documentation has the line ends of the source code.
             ("description", Value::String(text)) => *text = text.replace('\n', " "),
             (_, value) => *value = inline(std::mem::take(value), parts, depth),
         }
@@ -121,7 +121,7 @@ fn inline_object(mut schema: JsonObject, parts: &BTreeMap<String, Value>, depth:
     or_null(schema)
 }
 
-/// `oneOf` a type or null becomes that type with null among its types.
+/// Replaces `oneOf` a type and null by that type with a list of types.
 fn or_null(mut schema: JsonObject) -> JsonObject {
     let Some(Value::Array(alternatives)) = schema.get("oneOf") else { return schema };
     let (nulls, others): (Vec<_>, Vec<_>) = alternatives.iter().partition(|one| one["type"] == "null");
@@ -134,7 +134,7 @@ fn or_null(mut schema: JsonObject) -> JsonObject {
     merged
 }
 
-/// Takes null out of lists of types.
+/// Removes null from lists of types.
 fn without_null(schema: &mut Value) {
     match schema {
         Value::Object(schema) => {
@@ -195,7 +195,7 @@ mod tests {
         assert_eq!(schema["properties"]["error"]["required"], json!(["code", "message"]));
     }
 
-    /// The fields of an answer that its schema does not name, and whether it has all that one of the alternatives requires.
+    /// Checks that the schema names all fields of an answer, and that the answer has the required fields of one alternative.
     fn check(tool: &str, answer: &impl serde::Serialize) {
         let tool = standard().into_iter().find(|entry| entry.name == tool).unwrap();
         let (schema, answer) = (of_answer(&tool), serde_json::to_value(answer).unwrap());
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_and_errors_fit_the_schema_of_their_tool() {
+    fn answers_and_errors_match_the_schema_of_their_tool() {
         check("read", &ReadAnswer::default());
         check("write", &WriteAnswer::default());
         check("edit", &EditAnswer::default());

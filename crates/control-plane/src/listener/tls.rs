@@ -10,7 +10,7 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::config::TlsSettings;
 
-/// What accepts TLS connections, when the settings name a certificate.
+/// The acceptor of TLS connections. None when the settings name no certificate.
 pub(crate) fn acceptor(settings: &TlsSettings) -> Result<Option<TlsAcceptor>, String> {
     let (Some(certificate), Some(key)) = (&settings.certificate, &settings.key) else {
         return Ok(None);
@@ -20,7 +20,7 @@ pub(crate) fn acceptor(settings: &TlsSettings) -> Result<Option<TlsAcceptor>, St
         .and_then(Iterator::collect)
         .map_err(|error| named(certificate, &error))?;
     if chain.is_empty() {
-        return Err(named(certificate, &"there is no certificate in it"));
+        return Err(named(certificate, &"the file has no certificate"));
     }
     let key_der = PrivateKeyDer::from_pem_file(key).map_err(|error| named(key, &error))?;
     let provider = Arc::new(tokio_rustls::rustls::crypto::aws_lc_rs::default_provider());
