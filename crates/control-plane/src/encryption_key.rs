@@ -12,8 +12,8 @@ use secrecy::ExposeSecret;
 use crate::config::Settings;
 
 /// Advice for an operator who has lost the key.
-const NEW_KEY: &str = "If the key is lost: start once with --new-key, which removes what was sealed with it (the variables of \
-                       workspaces and MCP servers) and keeps everything else";
+const NEW_KEY: &str = "If the key is lost: start once with --new-key, which removes the values that are sealed with it (the \
+                       variables of workspaces and MCP servers) and keeps everything else";
 
 /// The error of opening the key.
 #[derive(Debug, thiserror::Error)]

@@ -28,7 +28,7 @@ pub enum ExistingError {
          {database}: it is new, was restored from elsewhere, or is another one. Nothing was changed. Do one of these. \
          (1) Put the right database back (emergent.db of a backup, or DATABASE_URL). (2) If it is lost: start once with --adopt, which \
          keeps the disks as snapshots in quarantine (see `emergent quarantine list`). (3) Start once with --discard-existing, which \
-         moves the files to {} and begins anew; containers of the old installation keep running until they are removed",
+         moves the files to {} and starts an empty installation; containers of the old installation keep running until they are removed",
         directory.display(), found.as_deref().unwrap_or("unknown"), directory.join(SET_ASIDE).display()
     )]
     OtherInstallation {

@@ -104,3 +104,15 @@ pub(crate) async fn directory(store: &Store, data_dir: &Path) -> Result<PathBuf,
     store.put_setting(SETTING, &own.to_setting()).await?;
     Ok(own.path)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_setting_without_an_id_and_a_path_is_damaged() {
+        let storage = Storage { id: "1".to_owned(), path: "/a b".into() };
+        assert_eq!(Storage::from_setting(&storage.to_setting()).unwrap(), storage);
+        assert!(matches!(Storage::from_setting("/a"), Err(StoreError::Corrupt { table: "settings", .. })));
+    }
+}

@@ -154,7 +154,7 @@ fn of_failures(failures: Vec<(RejectedCandidate, WorkspaceError)>) -> ErrorDetai
 pub(super) fn of_store(error: &StoreError) -> ErrorDetail {
     let message = match error {
         StoreError::NotFound { kind, .. } => {
-            format!("{error}: list what there is with GET /api/v1/{}", list_path(kind))
+            format!("{error}: find the right one with GET /api/v1/{}", list_path(kind))
         }
         StoreError::LimitReached { .. } => {
             format!("{error}: destroy workspaces that are not needed, or wait until one is")
@@ -187,5 +187,30 @@ fn list_path(kind: &str) -> &'static str {
         "snapshot" => "agent/workspaces/snapshots",
         "MCP server" => "mcp/servers",
         _ => "agent/workspaces",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use emergent_mcp_bridge::BridgeError;
+    use emergent_wire::{ErrorCode, WorkspaceId};
+
+    use super::*;
+
+    #[test]
+    fn errors_of_hosted_servers_have_a_code_and_the_next_step() {
+        let id = WorkspaceId::generate();
+        let down = || BridgeError::Down("it has ended".into());
+        for (error, code, text) in [
+            (McpError::NotFound("x".to_owned()), ErrorCode::NotFound, "GET /api/v1/mcp/servers".to_owned()),
+            (McpError::SpeaksHttp(id), ErrorCode::Unacceptable, format!("/api/v1/mcp/servers/{id}/mcp")),
+            (McpError::Starting, ErrorCode::Unavailable, "try again".to_owned()),
+            (McpError::NotSent(down()), ErrorCode::Unavailable, "it has ended".to_owned()),
+            (McpError::NotAnswered(down()), ErrorCode::SandboxLost, "it has ended".to_owned()),
+        ] {
+            let detail = ErrorDetail::from(error);
+            assert_eq!(detail.code, code, "{detail}");
+            assert!(detail.message.contains(&text), "{detail}");
+        }
     }
 }

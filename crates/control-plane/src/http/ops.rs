@@ -87,5 +87,5 @@ pub(super) async fn metrics(State(app): State<App>) -> Response {
 #[allow(clippy::needless_pass_by_value, reason = "the layer wants a function that takes the panic")]
 pub(super) fn panicked(_panic: Box<dyn Any + Send + 'static>) -> Response {
     tracing::error!("a handler panicked");
-    ApiError::new(ErrorCode::Internal, "the server failed; its log says more").into_response()
+    ApiError::new(ErrorCode::Internal, "the server failed; its log has more").into_response()
 }

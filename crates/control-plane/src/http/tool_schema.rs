@@ -56,7 +56,10 @@ fn input(schema: TypeSchema) -> JsonObject {
 
 fn output(answers: &[JsonObject]) -> JsonObject {
     let mut error = of(TypeSchema::of::<ErrorDetail>());
-    error.insert("description".into(), "Why the tool failed; there is nothing else then.".into());
+    error.insert(
+        "description".into(),
+        "The error of the tool. An answer with an error has no other fields.".into(),
+    );
     // The list of all codes would be most of the schema.
     if let Some(code) = error.get_mut("properties").and_then(|properties| properties.get_mut("code")) {
         code.as_object_mut().map(|code| code.remove("enum"));

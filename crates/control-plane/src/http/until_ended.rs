@@ -48,3 +48,23 @@ impl HttpBody for UntilEnded {
         self.body.size_hint()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use axum::body::to_bytes;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_body_is_read_within_the_span_of_its_request() {
+        let _default = tracing::subscriber::set_default(tracing_subscriber::registry());
+        let name_of_span = || Span::current().metadata().map_or("none", |span| span.name());
+        let body = futures_util::stream::once(async move { Ok::<_, Infallible>(name_of_span()) });
+        let never_ended = Box::pin(std::future::pending());
+        let body =
+            tracing::info_span!("request").in_scope(|| UntilEnded::new(Body::from_stream(body), never_ended));
+        assert_eq!(to_bytes(Body::new(body), 100).await.unwrap(), "request");
+    }
+}

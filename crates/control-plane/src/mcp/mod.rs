@@ -25,6 +25,8 @@ mod process;
 mod report;
 mod run;
 mod supervise;
+#[cfg(test)]
+mod tests;
 mod tunnel;
 
 use std::collections::HashMap;

@@ -102,7 +102,7 @@ pub(super) const MAX_CALL_TIME: Duration = Duration::from_millis(MAX_TIMEOUT_MS)
 const INSTRUCTIONS: &str = "\
 Run a command with bash and wait for its end: to build, test, install, run programs. To look at, find or change files \
 use read, glob, grep, edit and write instead of cat, find, grep, sed and heredocs: they need no quoting and their \
-answers are bounded. Use git for what it offers.
+answers are bounded. Use git for the actions that it offers.
 
 - It runs in /workspace unless `workdir` says otherwise. Every call is a new shell: files stay, but directory changes, \
 variables and functions do not. Join what belongs together with &&.

@@ -113,7 +113,7 @@ Prefer it to cat, head, tail, sed and ls.
 - Up to 2000 lines or 50 KiB are shown at once, and 2000 characters of a line. When `truncated`, read on with `offset` \
 set to `next_offset`; with `offset` and `limit` read just the part you need, for instance around a line that grep found.
 - The numbers are not part of the file: leave them out of `old_string` of edit.
-- `sha256` is the file's version: pass it as `expected_sha256` to edit to be sure that nobody changed it meanwhile.
+- `sha256` is the file's version: pass it as `expected_sha256` to edit so that the edit fails if the file was changed meanwhile.
 - A binary file is named by kind and size instead of shown. With `raw` you get the exact bytes of any file up to 4 MiB \
 in base64, and a picture (PNG, JPEG, GIF, WebP) to look at.";
 
@@ -201,8 +201,8 @@ Replace a piece of text in a file; all other bytes stay as they are. Prefer it t
 - `old_string` must be in the file exactly once: copy it as read shows it, without the line numbers, with enough lines \
 around to make it unique. If it occurs more often the edit is refused (multiple_matches); give more context, or set \
 `replace_all` to change every occurrence.
-- When it is not there exactly, differences in white space and the like are forgiven as long as one single place is \
-meant; `matched_by` and `diff` show what was found and changed. Else it fails (old_string_not_found): read again.
+- When it is not there exactly, small differences such as white space are accepted if only one place matches; \
+`matched_by` and `diff` show what was found and changed. Otherwise the edit fails (old_string_not_found): read again.
 - An empty `old_string` makes a new file out of `new_string`.
 - With `expected_sha256` (from read) the edit is refused if the file was changed meanwhile (stale_file).
 - Paths are absolute, or relative to /workspace.";

@@ -48,7 +48,7 @@ For anything else (merge, rebase, stash, tag, …) run git with bash.
 - `path` is the repository, /workspace unless given; for clone it is where to put it. Each field says which actions \
 take it; an action refuses fields that are not its own.
 - commit takes all changes, new files too, unless `files` says which; it needs a `message`.
-- diff shows what is not staged, or what is (`staged`), or the difference to `base`; the patch is cut at 50 KiB \
+- diff shows unstaged changes, or staged ones (`staged`), or the difference to `base`; the patch is cut at 50 KiB \
 (`truncated`): ask for single `files` then.
 - branch lists; with `create` or `delete` it changes `branch`. checkout switches to `branch`, with `create` a new one.
 - A refusal of git is the error git_failed with git's own words.";

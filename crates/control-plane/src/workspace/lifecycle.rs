@@ -140,7 +140,7 @@ impl Lifecycle {
     }
 
     /// Removes the sandbox before the row is changed. On a full disk the row can't be changed, and the sandbox's files may fill it.
-    /// A crash before the row is deleted leaves a workspace whose error says that its files were removed.
+    /// A crash before the row is deleted leaves a workspace whose calls report that its files were removed.
     async fn remove_sandbox_first(&self, id: WorkspaceId) -> Result<()> {
         tracing::warn!(workspace = %id, "the database can't be written: the sandbox is removed first");
         let live = self.context.live(id);
@@ -179,7 +179,7 @@ impl Lifecycle {
         self.context.store.delete_workspace(id).await?;
         failpoint!("destroy.row_deleted");
         self.context.forget(id);
-        tracing::info!(workspace = %id, "destroyed");
+        tracing::info!(workspace = %id, "a workspace was destroyed");
         self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "it is destroyed");
         Ok(())
     }

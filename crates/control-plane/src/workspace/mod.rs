@@ -36,6 +36,8 @@ pub(crate) mod recovery;
 pub(crate) mod servers;
 mod snapshots;
 pub(crate) mod sweep;
+#[cfg(test)]
+pub(crate) mod test_support;
 pub(crate) mod usage;
 
 use std::sync::Arc;

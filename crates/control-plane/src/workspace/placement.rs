@@ -88,7 +88,7 @@ impl fmt::Display for NoProvider {
             .map(|candidate| format!("{}: {}", candidate.provider, candidate.reason))
             .collect();
         match each.as_slice() {
-            [only] if self.is_explicit => write!(f, "the provider that was asked for can't be used: {only}"),
+            [only] if self.is_explicit => write!(f, "the requested provider can't be used: {only}"),
             _ => write!(f, "no provider can take this workspace: {}", each.join("; ")),
         }
     }

@@ -117,7 +117,7 @@ impl<'a> Attempts<'a> {
     }
 
     fn report_fallback(&self, provider: ProviderName, error: &WorkspaceError) {
-        tracing::warn!(workspace = %self.id, %provider, %error, "create failed");
+        tracing::warn!(workspace = %self.id, %provider, %error, "a provider could not create a workspace");
         metrics::counter!("emergent_fallbacks_total", "provider" => provider.as_str()).increment(1);
         self.creator.context.events.publish(Event {
             at: Utc::now(),

@@ -238,7 +238,7 @@ impl Creator {
     fn report_created(&self, workspace: &Workspace, begun: Instant, is_warm: bool) {
         let (id, duration) = (workspace.id, begun.elapsed());
         let provider = workspace.provider.map_or("", |provider| provider.as_str());
-        tracing::info!(workspace = %id, provider, warm = is_warm, took_ms = duration.as_millis(), "created");
+        tracing::info!(workspace = %id, provider, warm = is_warm, took_ms = duration.as_millis(), "a workspace was created");
         metrics::counter!("emergent_placements_total", "provider" => provider).increment(1);
         if is_warm {
             metrics::counter!("emergent_pool_hits_total").increment(1);

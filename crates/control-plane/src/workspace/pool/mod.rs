@@ -450,3 +450,25 @@ impl Pool {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use emergent_store::StoreError;
+
+    use super::*;
+    use crate::workspace::test_support::without_providers;
+
+    #[tokio::test]
+    async fn a_damaged_target_is_an_error_until_it_is_set_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let workspaces = without_providers(directory.path()).await;
+        workspaces.context.store.put_setting(SETTING, "{").await.unwrap();
+        let error = workspaces.pool.status().await.err().unwrap();
+        assert!(
+            matches!(error, WorkspaceError::Store(StoreError::Corrupt { table: "settings", .. })),
+            "{error}"
+        );
+        workspaces.pool.set_target(None).await.unwrap();
+        assert!(!workspaces.pool.status().await.unwrap().set_at_run_time);
+    }
+}
