@@ -149,10 +149,10 @@ async fn named_volume_creation() {
     let id = server.create(json!({})).await;
     assert!(exists("volume", &id));
     let mounts = inspect("container", &id)["Mounts"].clone();
-    let mount = mounts.as_array().unwrap().iter().find(|mount| mount["Type"] == "volume").unwrap();
+    let mount = mounts.as_array().unwrap().iter().find(|mount| mount["Destination"] == "/workspace").unwrap();
     assert_eq!(
-        (&mount["Name"], &mount["Destination"]),
-        (&json!(format!("agent-workspace-{id}")), &json!("/workspace"))
+        (&mount["Name"], &mount["Type"]),
+        (&json!(format!("agent-workspace-{id}")), &json!("volume"))
     );
     server.destroy(&id).await;
     server.stop();

@@ -465,7 +465,9 @@ fn every_failpoint_of_the_server_is_in_this_suite() {
         let source = crates.join(source);
         let pattern = r#"failpoint!\("[^"]+"#;
         let text = run("grep", &["-rhoE", "--exclude-dir=firecracker", pattern, source.to_str().unwrap()]);
-        there.extend(text.lines().map(|line| line.trim_start_matches("failpoint!(\"").to_owned()));
+        // The suite of microVMs has the steps of sending an image to a manager.
+        let text = text.lines().filter(|line| !line.contains("image."));
+        there.extend(text.map(|line| line.trim_start_matches("failpoint!(\"").to_owned()));
     }
     let there: BTreeSet<&str> = there.iter().map(String::as_str).collect();
     assert_eq!(tested, there);

@@ -19,7 +19,7 @@ async fn foreign_interface_with_the_name_of_ours_is_left_alone() {
     // The manager made this interface when it started.
     run("ip", &["link", "delete", &name]);
     run("ip", &["link", "add", &name, "type", "veth", "peer", "name", &format!("{name}p")]);
-    assert_fails_and_falls_back(&microvms, &server, &[&name, "somebody else"]).await;
+    assert_fails_and_falls_back(&microvms, &server, &[&name, "another program"]).await;
     let kind = run("ip", &["-d", "link", "show", &name]);
     assert!(kind.contains("veth"), "{kind}");
     run("ip", &["link", "delete", &name]);
