@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn children_of_any_thread_are_found_in_the_order_of_their_start() {
         let spawn = || std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let mut started = vec![spawn(), std::thread::spawn(spawn).join().unwrap()];
+        let mut started = [spawn(), std::thread::spawn(spawn).join().unwrap()];
         let own = std::process::id().cast_signed();
         let mut found = children(own).unwrap();
         found.sort_by_key(|pid| (start_time(*pid), *pid));
