@@ -1,4 +1,4 @@
-//! The settings of the server and their defaults. [`load`] reads them.
+//! The settings of the server and their defaults. `Settings::load` reads them.
 
 mod load;
 

@@ -59,6 +59,7 @@ impl HostedServer {
         let message = Message::parse(&text)?;
         let sent = bridge.request(bridge.visitor(), &message, time_limit).await;
         let mut exchange = sent.map_err(McpError::NotSent)?;
+        tracing::debug!("the MCP server has the request");
         while let Some(item) = exchange.next().await {
             match item {
                 Item::Answer(line) => return Ok(read_answer(&line)),

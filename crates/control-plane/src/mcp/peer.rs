@@ -178,6 +178,7 @@ impl Peer<Caller> for BridgePeer {
         self.bridge.ready(self.timeout).await.map_err(|error| peer_error(&error))?;
         let sent = self.bridge.request(self.client, message, self.timeout).await;
         let exchange = sent.map_err(|error| peer_error(&error))?;
+        tracing::debug!("the MCP server has the request");
         Ok(Box::new(BridgeExchange { exchange, check_requested: Arc::clone(&self.check_requested) }))
     }
 
@@ -216,6 +217,7 @@ impl Peer<Caller> for StatelessPeer {
         let time_limit = if is_subscription { SUBSCRIPTION_TIME } else { self.timeout };
         let sent = self.bridge.request(self.bridge.visitor(), message, time_limit).await;
         let exchange = sent.map_err(|error| peer_error(&error))?;
+        tracing::debug!("the MCP server has the request");
         Ok(Box::new(BridgeExchange { exchange, check_requested: Arc::clone(&self.check_requested) }))
     }
 
