@@ -11,6 +11,9 @@ summary{cursor:pointer}summary b{display:inline-block;min-width:4.5rem}table{bor
 td,th{text-align:left;vertical-align:top;padding:.25rem .6rem .25rem 0;border-top:1px solid #8883}
 .get{color:#2a7ae2}.post{color:#1a8f4c}.delete{color:#c0392b}.dim{opacity:.7}</style></head><body>"#;
 
+/// The tags of operations, in the order of the page.
+const TAGS: [&str; 7] = ["workspaces", "tools", "snapshots", "pool", "mcp", "access", "operations"];
+
 /// Renders the page. `server` is the address under which the reader reached this server.
 pub(super) fn render(description: &Value, server: &str) -> String {
     let mut page = HEAD.to_owned();
@@ -24,7 +27,7 @@ pub(super) fn render(description: &Value, server: &str) -> String {
         text(&description["info"]["description"]),
         escape(server),
     );
-    for tag in ["workspaces", "tools", "access", "operations"] {
+    for tag in TAGS {
         page += &format!("<h2>{tag}</h2>");
         for (path, methods) in entries(&description["paths"]) {
             for (method, operation) in entries(methods) {
@@ -162,6 +165,18 @@ fn escape(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn all_operations_are_on_the_page() {
+        let description = serde_json::to_value(crate::http::openapi()).unwrap();
+        let page = render(&description, "http://localhost");
+        for (path, methods) in entries(&description["paths"]) {
+            for (method, operation) in entries(methods) {
+                let details = operation_details(&description, path, method, operation);
+                assert!(page.contains(&details), "{method} {path}: {}", operation["tags"]);
+            }
+        }
+    }
 
     #[test]
     fn descriptions_are_text_and_not_markup() {

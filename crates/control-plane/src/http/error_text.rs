@@ -36,17 +36,11 @@ impl From<McpError> for ErrorDetail {
 
 /// The next step for the caller, as the end of the sentence.
 fn advice_for_mcp(error: &McpError) -> String {
-    let advice = match error {
-        McpError::NotFound(_) => ": list the MCP servers with GET /api/v1/mcp/servers",
-        McpError::NotSupervised(_) | McpError::Starting | McpError::SupervisorEnded => {
-            ": try again in a moment"
-        }
-        McpError::Elsewhere => ": send the request to that server",
-        McpError::NoProgram => ": register the server with a command",
-        McpError::SpeaksHttp(id) => return format!(": use its endpoint /api/v1/mcp/servers/{id}/mcp"),
-        _ => "",
-    };
-    advice.to_owned()
+    match error {
+        McpError::NotFound(_) => ": list the MCP servers with GET /api/v1/mcp/servers".to_owned(),
+        McpError::SpeaksHttp(id) => format!(": use its endpoint /api/v1/mcp/servers/{id}/mcp"),
+        _ => String::new(),
+    }
 }
 
 impl From<WorkspaceError> for ErrorDetail {

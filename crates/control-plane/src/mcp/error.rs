@@ -1,5 +1,5 @@
-//! Errors of hosted MCP servers. They name the object and the cause. The fronts add the code and the advice for callers
-//! (`http/error_text.rs`).
+//! Errors of hosted MCP servers. They name the object and the cause, and the next step where it needs no address. The fronts add the
+//! code and the advice with addresses (`http/error_text.rs`).
 
 use emergent_guest_client::CallError;
 use emergent_mcp_bridge::BridgeError;
@@ -25,18 +25,18 @@ pub(crate) enum McpError {
     #[error("there is no MCP server '{0}'")]
     NotFound(String),
     /// Its row is in a status in which it has no supervisor.
-    #[error("the MCP server is {0}")]
+    #[error("the MCP server is {0}: try again in a moment")]
     NotSupervised(WorkspaceStatus),
-    #[error("another server of this installation runs this MCP server")]
+    #[error("another server of this installation runs this MCP server: send the request to that server")]
     Elsewhere,
     /// Its sandbox or its program is not known yet.
-    #[error("the MCP server is being started")]
+    #[error("the MCP server is being started: try again in a moment")]
     Starting,
     /// Its supervisor has ended, because the MCP server is removed or this process shuts down.
-    #[error("the supervisor of the MCP server has ended")]
+    #[error("the supervisor of the MCP server has ended: try again in a moment")]
     SupervisorEnded,
     /// Neither the registration nor the image names a program.
-    #[error("the image runs nothing by itself")]
+    #[error("the image runs nothing by itself: register the server with a command")]
     NoProgram,
     /// A call without a session needs a server on stdio.
     #[error("this server speaks HTTP by itself")]

@@ -126,7 +126,10 @@ impl Supervisor {
             RunOutcome::Removed => Next::Leave,
             RunOutcome::Elsewhere => {
                 server.set_status(McpStatus::Elsewhere);
-                server.bridge.close("another server of this installation runs it: ask that one", false);
+                server.bridge.close(
+                    "another server of this installation runs it: send the request to that server",
+                    false,
+                );
                 server.note_attempt();
                 Next::Pause(CHECK_ELSEWHERE_EVERY)
             }
