@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Debian packages: one `apt-get install` for all that is missing, `update` only when it is needed.
+# Debian packages: one `apt-get install` for all missing packages, and `update` only when it is necessary.
 
-# The sources file of our own; a user may delete it at any time.
+# Our own sources file. A user may delete it at any time.
 readonly backports_list=/etc/apt/sources.list.d/emergent-backports.list
 
 apt_get() {
@@ -16,18 +16,18 @@ apt_sources() {
     apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(CODENAME) $(COMPONENT)' 'Created-By: Packages'
 }
 
-# apt_mirror CODENAME: where this machine gets the release CODENAME from.
+# apt_mirror CODENAME: the mirror from which this machine gets the release CODENAME.
 apt_mirror() {
     apt_sources | awk -v codename="$1" '($2 == codename || $3 == codename) && $4 == "main" && !found++ { print $1 }'
 }
 
 apt_has_lists() { compgen -G '/var/lib/apt/lists/*Packages*' >/dev/null; }
 
-# A package that others only mention is not one.
+# A package that is only mentioned by others has no version here.
 apt_knows() { [ -n "$(apt-cache madison "$1")" ]; }
 
-# Debian's backports have a newer gVisor. They are taken from the mirror already in use; where it
-# has none, the plain version must do.
+# Debian's backports have a newer gVisor. They are added from the configured mirror. If it has none, the
+# version of the release is used.
 apt_add_backports() {
     local codename mirror keyring=/usr/share/keyrings/debian-archive-keyring.gpg signed=''
     [ "$(os_release ID)" = debian ] || return 0
@@ -43,7 +43,7 @@ apt_add_backports() {
         -o APT::Get::List-Cleanup=0 || as_root rm -f "$backports_list"
 }
 
-# The package to install for gVisor, newest first; fails where apt has none.
+# The gVisor package of the newest version. Fails if apt has none.
 apt_runsc() {
     local suite versions
     suite=$(os_release VERSION_CODENAME)-backports
@@ -58,8 +58,8 @@ apt_runsc() {
     esac
 }
 
-# The packages to install for QEMU: of the same release as its tools, where those are there, since newer ones refuse older
-# ones beside them.
+# The QEMU packages. They must be of the same release as QEMU's tools if those are installed, because newer packages conflict with
+# older ones.
 apt_qemu() {
     local suite
     suite=$(os_release VERSION_CODENAME)-backports
@@ -69,7 +69,7 @@ apt_qemu() {
     esac
 }
 
-# Without an init system a package's own scripts can't start its service properly: hold them back.
+# Without an init system the scripts of a package can't start its service properly, so they are disabled.
 apt_hold_services() {
     local policy=/usr/sbin/policy-rc.d
     if init_is_running || [ -e "$policy" ]; then return 0; fi
@@ -79,14 +79,15 @@ apt_hold_services() {
     as_root chmod 755 "$policy"
 }
 
-# Tests start clusters of their own: keep the package from making and starting one.
+# Tests start their own clusters, so the package must not make and start one.
 apt_no_default_cluster() {
     local dir=/etc/postgresql-common/createcluster.d
     as_root mkdir -p "$dir"
     echo 'create_main_cluster = false' | as_root tee "$dir/emergent.conf"
 }
 
-# apt_install PACKAGE…; `runsc` and `docker.io` stand for what this release has under that name.
+# apt_install PACKAGE…: installs packages. The names of `runsc`, `qemu-system-x86` and `docker.io` are mapped to the packages of this
+# release.
 apt_install() {
     local package packages=()
     apt_has_lists || apt_get update

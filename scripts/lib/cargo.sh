@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Rust and its helpers. Rust itself is the user's to install.
+# Rust and cargo tools. The user installs Rust.
 
 ensure_rust() {
     have cargo || die 'Rust is missing.' 'Install it (https://rustup.rs), open a new shell, and run this again.'
@@ -9,7 +9,7 @@ ensure_rust() {
     fi
 }
 
-# Test tools run for seconds and build for minutes: build them quickly rather than for speed.
+# Test tools run for seconds and build for minutes, so they are built without optimisations.
 cargo_install() {
     cd / && CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_DEBUG=0 \
         CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 cargo install --locked "$@"

@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What every script of this repository shares. Sourced, never run.
+# Functions that all scripts of this repository share. Sourced, not run.
 
 set -euo pipefail
 # mke2fs, losetup and iptables are not on a normal user's path.
 PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
-# The server talks to this engine too; the client's "current context" could be another one.
+# The server uses this engine too. Without the variable, docker could use another one by its "current context".
 export DOCKER_HOST=${DOCKER_HOST:-unix:///var/run/docker.sock}
 
 repo_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-# Everything that is costly to make lives outside the clone, so that a second clone finds it.
+# Files that take long to make are outside of the clone, so that other clones use them too.
 cache_dir=${EMERGENT_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/emergent}
 readonly repo_root cache_dir
 
@@ -16,7 +16,7 @@ have() { command -v "$1" >/dev/null 2>&1; }
 
 say() { printf '%s\n' "$*" >&2; }
 
-# die LINE…: the first line says what is wrong, the others what to do.
+# die LINE…: prints an error and exits. The first line is the problem, the others are the next steps.
 die() {
     printf 'error: %s\n' "$1" >&2
     shift
@@ -39,7 +39,7 @@ step() {
     shift
     log=$(mktemp "${TMPDIR:-/tmp}/emergent-step.XXXXXX")
     exec {out}>"$log" {in}<"$log"
-    # Only open from here on: nothing is left behind, however this ends.
+    # The open descriptors keep the log readable, and no file is left if the script is killed.
     rm -f "$log"
     started=$(now_ms)
     printf '  %s … ' "$label" >&2
@@ -57,13 +57,13 @@ step() {
     return "$status"
 }
 
-# as_root COMMAND…: as root, by sudo where that is needed. Call need_root first, outside of a step:
-# a password prompt must not end up in a log.
+# as_root COMMAND…: runs COMMAND as root, with sudo if necessary. Call need_root first, outside of a step, because
+# a password prompt must not go to a log.
 as_root() {
     if [ "$EUID" -eq 0 ]; then "$@"; else sudo "$@"; fi
 }
 
-# need_root WHY
+# need_root WHY: asks for sudo's password if necessary.
 need_root() {
     [ "$EUID" -ne 0 ] || return 0
     have sudo || die "$1 needs root, and there is no sudo." \
@@ -71,19 +71,20 @@ need_root() {
     sudo -n true 2>/dev/null || sudo -v -p "$1 needs root; password of %u: " ||
         die "$1 needs root." "Run this once as root: $repo_root/scripts/setup $setup_goal"
 }
-# What `scripts/setup` was asked for; named in messages.
+# The goal of `scripts/setup`, for messages.
 setup_goal=${setup_goal:-run}
 
-# os_release FIELD: ID, VERSION_CODENAME, … of this system; empty where unknown.
+# os_release FIELD: ID, VERSION_CODENAME, … of this system. Empty if unknown.
 os_release() {
     # shellcheck source=/dev/null
     (. /etc/os-release 2>/dev/null && printf '%s' "${!1:-}") || true
 }
 
-# systemd, or a System V style init that runs services.
+# Whether systemd or a System V style init runs services.
 init_is_running() {
     [ -d /run/systemd/system ] || [ "$(cat /proc/1/comm 2>/dev/null)" = init ]
 }
 
-# bounded SECONDS COMMAND…: no call to an engine may hang. In the foreground, so that Ctrl-C reaches it.
+# bounded SECONDS COMMAND…: runs COMMAND with a time limit, because an engine may hang. It stays in the foreground, so that
+# Ctrl-C ends it.
 bounded() { timeout --foreground --kill-after=5 "$@"; }

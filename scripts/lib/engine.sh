@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The Docker engine: the one that answers, else one that is started here.
+# The Docker engine: a running one, else one that is started here.
 
 readonly dockerd_log=/var/log/emergent-dockerd.log
 readonly dockerd_pid=/var/run/docker.pid
@@ -9,7 +9,7 @@ readonly start_limit_seconds=60
 engine_id=''
 engine_runsc=''
 
-# Asks the engine once and remembers; `engine_look` after anything that changes it.
+# Reads the engine's state into variables. Call it again after each change of the engine.
 engine_look() {
     local answer=''
     engine_id='' engine_runsc=''
@@ -26,7 +26,7 @@ engine_look() {
 
 engine_answers() { [ -n "$engine_id" ]; }
 
-# Only an engine of this machine, with its configuration at the usual place, can be changed.
+# Whether the engine runs on this machine with the default configuration file. Only such an engine can be changed.
 engine_is_local() {
     case $DOCKER_HOST in
     unix:///var/run/docker.sock | unix:///run/docker.sock) [ "$(uname -s)" = Linux ] ;;
@@ -34,16 +34,16 @@ engine_is_local() {
     esac
 }
 
-# An engine that answers root alone is of no use to a server that runs as this user.
+# A server of this user can't use an engine that only root may use.
 engine_refuse_denied() {
     local socket=${DOCKER_HOST#unix://}
     if [ "$EUID" -ne 0 ] && [ -S "$socket" ] && [ ! -w "$socket" ]; then
-        die "a Docker engine runs, but you may not use it." \
-            "sudo usermod -aG docker $(id -un)   then log in again (members of this group are root in effect)."
+        die "a Docker engine runs, but this user may not use it." \
+            "sudo usermod -aG docker $(id -un)   then log in again (this group gives the permissions of root)."
     fi
 }
 
-# process_lives PIDFILE NAME: one that has ended but that nobody reaps ("Z") does not.
+# process_lives PIDFILE NAME: whether the process runs. A zombie ("Z") does not.
 process_lives() {
     local pid
     pid=$(as_root cat "$1" 2>/dev/null) || return 1
@@ -52,8 +52,7 @@ process_lives() {
 
 engine_process_lives() { process_lives "$dockerd_pid" dockerd; }
 
-# A crash leaves these files, and the next engine believes them: it refuses to start, or waits for
-# a containerd that is gone.
+# A crash leaves these files. The next engine then refuses to start, or waits for a containerd that does not run.
 engine_drop_stale_pids() {
     process_lives "$dockerd_pid" dockerd || as_root rm -f "$dockerd_pid"
     process_lives "$containerd_pid" containerd || as_root rm -f "$containerd_pid"
@@ -61,7 +60,7 @@ engine_drop_stale_pids() {
 
 engine_answers_root() { as_root "$(command -v timeout)" 5 docker -H "$DOCKER_HOST" version >/dev/null 2>&1; }
 
-# engine_wait: until it answers; not longer than its process lives.
+# engine_wait: waits until the engine answers. Fails when its process has ended.
 engine_wait() {
     local started=$SECONDS
     while [ $((SECONDS - started)) -lt "$start_limit_seconds" ]; do
@@ -69,14 +68,14 @@ engine_wait() {
         if [ $((SECONDS - started)) -ge 3 ] && ! engine_process_lives; then break; fi
         sleep 0.2
     done
-    echo "the engine does not answer at $DOCKER_HOST ($((SECONDS - started)) s after its start)"
+    echo "the engine does not answer at $DOCKER_HOST $((SECONDS - started)) s after its start"
     [ ! -e "$dockerd_log" ] || as_root tail -n 15 "$dockerd_log"
     return 1
 }
 
-# By hand, in a session of its own: it outlives this script, its terminal and its pipes. Descriptor 9
-# is this script's lock, the others up to it may belong to make.
-engine_start_by_hand() {
+# Starts the engine without an init system, in a session of its own, so that it outlives this script and its
+# terminal. Descriptor 9 is the lock of this script, and 3 to 8 may belong to make.
+engine_start_without_init() {
     engine_drop_stale_pids
     # shellcheck disable=SC2016  # expanded by the inner shell
     as_root setsid --fork sh -c '
@@ -93,7 +92,7 @@ engine_start() {
     elif init_is_running && [ -x /etc/init.d/docker ]; then
         as_root service docker start 9>&-
     else
-        engine_start_by_hand
+        engine_start_without_init
     fi
     engine_wait
 }
@@ -108,7 +107,7 @@ ensure_engine() {
     engine_answers || { engine_refuse_denied && die "the Docker engine does not answer at $DOCKER_HOST."; }
 }
 
-# Runtimes are among the settings that the engine re-reads on SIGHUP.
+# The engine reads the runtimes of its configuration again at SIGHUP.
 engine_reload() {
     if [ -d /run/systemd/system ]; then
         as_root systemctl reload docker 9>&-

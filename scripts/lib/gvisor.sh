@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# gVisor as the engine's runtime `runsc`. A runtime that works is left alone; else runsc is
-# registered, behind a wrapper where the kernel needs one (see scripts/runsc-wrapper).
+# gVisor as the engine's runtime `runsc`. A runtime that works is not changed. Otherwise runsc is registered, with
+# a wrapper if the kernel needs one (see scripts/runsc-wrapper).
 
 readonly daemon_json=/etc/docker/daemon.json
 readonly wrapper=/usr/local/lib/emergent/runsc-wrapper
@@ -8,12 +8,12 @@ readonly verified_stamp=$cache_dir/runsc-verified
 
 gvisor_wrapper_text() { sed "s|@RUNSC@|$(command -v runsc)|" "$repo_root/scripts/runsc-wrapper"; }
 
-# True unless the registered runtime is our wrapper in another version.
+# False if the registered runtime is another version of our wrapper.
 gvisor_wrapper_is_current() {
     [ "$engine_runsc" != "$wrapper" ] || gvisor_wrapper_text | cmp -s - "$wrapper"
 }
 
-# What the proof that the runtime works depends on; a change of any part asks for a new proof.
+# The state that the test of the runtime depends on. After a change of any part the runtime is tested again.
 gvisor_fingerprint() {
     cat /proc/sys/kernel/random/boot_id
     echo "$engine_id $engine_runsc"
@@ -24,15 +24,15 @@ gvisor_is_verified() { gvisor_fingerprint | cmp -s - "$verified_stamp"; }
 
 gvisor_is_ready() { [ -n "$engine_runsc" ] && gvisor_wrapper_is_current && gvisor_is_verified; }
 
-# Does a new network namespace show the file that runsc takes for the sign of the host's?
+# Whether a new network namespace shows the file by which runsc recognises the host's namespace.
 gvisor_needs_wrapper() { as_root unshare --net test -e /proc/sys/net/core/rmem_default; }
 
 gvisor_install_wrapper() {
     gvisor_wrapper_text | as_root install -D -m 755 /dev/stdin "$wrapper"
 }
 
-# Without this argument (newer versions know it) changes to the root filesystem are kept in memory
-# and lost when a workspace is stopped.
+# Without this argument of newer versions, changes to the root filesystem are kept in memory, and lost when a
+# workspace is stopped.
 gvisor_arguments() {
     case $(runsc flags 2>&1 || true) in
     *-overlay2*) echo '["--overlay2=none"]' ;;
@@ -40,7 +40,7 @@ gvisor_arguments() {
     esac
 }
 
-# gvisor_daemon_json PATH: the engine's configuration with the runtime added, all else kept.
+# gvisor_daemon_json PATH: the engine's configuration with the runtime added.
 gvisor_daemon_json() {
     { as_root cat "$daemon_json" 2>/dev/null || echo '{}'; } |
         jq --arg path "$1" --argjson arguments "$(gvisor_arguments)" \
@@ -50,7 +50,7 @@ gvisor_daemon_json() {
 gvisor_write_daemon_json() {
     local text
     text=$(gvisor_daemon_json "$1") || {
-        echo "$daemon_json is not valid JSON; repair it, then run this again"
+        echo "$daemon_json is not valid JSON: correct it, then run this again"
         return 1
     }
     if as_root test -e "$daemon_json"; then
@@ -72,7 +72,7 @@ gvisor_register() {
     ! engine_answers || gvisor_activate "$path"
 }
 
-# gvisor_activate PATH: makes a running engine use it.
+# gvisor_activate PATH: makes a running engine use the runtime.
 gvisor_activate() {
     local attempt
     engine_reload
@@ -81,7 +81,7 @@ gvisor_activate() {
         [ "$engine_runsc" != "$1" ] || return 0
         sleep 0.2
     done
-    echo "reloading was not enough after $attempt looks"
+    echo "the engine did not load the runtime at SIGHUP (after $attempt checks)"
     if [ -n "$(bounded 15 docker ps -q)" ]; then
         echo 'containers are running: restart the Docker engine yourself, then run this again'
         return 1
@@ -92,7 +92,7 @@ gvisor_activate() {
     [ "$engine_runsc" = "$1" ]
 }
 
-# Has the engine the runtime, or will it have it when it starts?
+# Whether the engine has the runtime, or will have it when it starts.
 gvisor_is_configured() {
     engine_answers || jq -e .runtimes.runsc "$daemon_json" >/dev/null 2>&1
 }
@@ -106,7 +106,7 @@ ensure_runtime_registered() {
     engine_look
 }
 
-# Starts a real container twice: it must be gVisor, have a network, and keep a file outside of volumes.
+# Starts a container twice. It must run on gVisor, have a network, and keep a file outside of volumes.
 gvisor_probe() {
     local container output
     container=$(bounded 30 docker create --runtime=runsc --label emergent.setup=probe "$workspace_image" \
@@ -130,8 +130,7 @@ gvisor_remember() {
     gvisor_fingerprint >"$verified_stamp"
 }
 
-# A runtime of this name that somebody else registered and that does not work is replaced once
-# (the old configuration is kept beside the new one).
+# A registered runtime that does not work is replaced. The old configuration is kept beside the new one.
 ensure_runtime_works() {
     ! gvisor_is_verified || return 0
     if step 'starting a gVisor container' gvisor_probe; then
@@ -141,9 +140,9 @@ ensure_runtime_works() {
     engine_is_local || die "the runtime runsc of the engine at $DOCKER_HOST does not work."
     have runsc || { need_root 'Installing gVisor' && step 'installing runsc' apt_install runsc; }
     need_root 'Registering the runtime runsc'
-    step 'registering gVisor anew' gvisor_register
+    step 'registering gVisor again' gvisor_register
     engine_look
     step 'starting a gVisor container' gvisor_probe ||
-        die 'gVisor does not work on this machine.' 'emergent doctor   says more about it.'
+        die 'gVisor does not work on this machine.' 'For details: emergent doctor'
     gvisor_remember
 }

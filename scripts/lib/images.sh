@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# The images: what workspaces start from, and what the tests use.
+# The images of workspaces and of the tests.
 
 readonly workspace_image=emergent/workspace:latest
 readonly test_empty_image=emergent/test-empty:latest
@@ -14,7 +14,7 @@ ensure_workspace_image() {
 
 has_test_empty_image() { engine_answers && bounded 15 docker image inspect "$test_empty_image" >/dev/null 2>&1; }
 
-# An image without a shell, or anything else: a workspace must work on it all the same.
+# An image without any file. Workspaces must work on it too.
 make_test_empty_image() {
     tar --create --files-from /dev/null | bounded 60 docker import - "$test_empty_image"
 }
@@ -23,10 +23,10 @@ ensure_test_empty_image() {
     has_test_empty_image || step "importing $test_empty_image" make_test_empty_image
 }
 
-# mcp_image KIND ARGUMENT…: a line of the list of MCP servers, as a call of its script.
+# mcp_image KIND ARGUMENT…: runs the script of a line of the list of MCP servers.
 mcp_image() { setup_goal=$setup_goal "$repo_root/images/mcp-$1/build" "${@:2}" </dev/null; }
 
-# missing_mcp_servers [KIND]: the lines (of that kind) whose image the engine does not have.
+# missing_mcp_servers [KIND]: the lines (of this kind) whose image the engine does not have.
 missing_mcp_servers() {
     local line
     grep "^${1:-[a-z]}" "$repo_root/images/mcp-servers.list" | while read -ra line; do
@@ -35,7 +35,7 @@ missing_mcp_servers() {
     done
 }
 
-# must_fetch_mcp_servers KIND: is there one that has to come from its registry?
+# must_fetch_mcp_servers KIND: whether one must be downloaded from its registry.
 must_fetch_mcp_servers() {
     local line
     while read -ra line; do

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# A guest for tests of microVMs without KVM: QEMU in software, Debian's kernel, and what carries vsock between them.
-# The kernel is only unpacked, never installed: this machine goes on with its own.
+# A guest for tests of microVMs without KVM: QEMU with an emulated processor, Debian's kernel, and a vsock device.
+# The kernel is only unpacked and not installed, so that this machine keeps its own.
 
 readonly microvm_dir=$cache_dir/microvm
 readonly vhost_device_vsock_version=0.3.0
-# In the order in which they depend on each other, depmod permitting.
+# The kernel modules of the devices. modprobe adds their dependencies.
 readonly microvm_modules='virtio_pci virtio_blk virtio_net vmw_vsock_virtio_transport virtio-rng'
 
 has_microvm_guest() {
@@ -18,7 +18,7 @@ unpack_kernel() {
     (cd "$1" && apt-get -q download "$package" && dpkg-deb -x "$package"_*.deb kernel)
 }
 
-# pack_modules DIR VERSION: an archive that loads what the kernel needs to see its devices, and goes on with /init.
+# pack_modules DIR VERSION: makes an initramfs archive that loads the modules of the devices, and then runs /init.
 pack_modules() {
     local module number=10 files
     mkdir -p "$1/archive/double/modules"

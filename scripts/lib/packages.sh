@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Which packages are missing for which goal. A package is asked for by what it brings (a command, a
-# file), so that a tool installed in another way counts.
+# The missing packages for each goal. A package is missing if its command or file is missing, so that a tool from
+# another source counts.
 
 # "PACKAGE COMMAND" for building and running the server.
 readonly run_commands='
@@ -15,7 +15,7 @@ mount losetup
 util-linux unshare
 '
 
-# … and for the tests.
+# "PACKAGE COMMAND" for the tests.
 readonly test_commands='
 ripgrep rg
 shellcheck shellcheck
@@ -29,13 +29,13 @@ e2fsprogs chattr
 qemu-system-x86 qemu-system-x86_64
 '
 
-# … and for making the guest that tests of microVMs run.
+# "PACKAGE COMMAND" for making the guest for tests of microVMs.
 readonly microvm_commands='
 busybox-static busybox
 kmod depmod
 '
 
-# missing_commands TABLE: packages whose command is not there.
+# missing_commands TABLE: the packages whose command is missing.
 missing_commands() {
     local package command
     while read -r package command; do
@@ -43,13 +43,13 @@ missing_commands() {
     done <<<"$1"
 }
 
-# What no command stands for.
+# The missing packages without a command.
 missing_files() {
     [ -e /usr/include/stdio.h ] || echo libc6-dev
     [ -e /etc/ssl/certs/ca-certificates.crt ] || echo ca-certificates
 }
 
-# The kernel confines containers by AppArmor, and the engine then needs its parser.
+# On a kernel with AppArmor the engine needs its parser.
 missing_apparmor() {
     if [ "$(cat /sys/module/apparmor/parameters/enabled 2>/dev/null)" = Y ] && ! have apparmor_parser; then
         echo apparmor
@@ -62,10 +62,10 @@ has_faketime() { compgen -G '/usr/lib/*/faketime/libfaketimeMT.so.1' >/dev/null;
 
 has_http_backend() { have git && [ -x "$(git --exec-path)/git-http-backend" ]; }
 
-# The system's own: its Python is the workspace image's, and pip must be of the same version.
+# pip of the system's Python, which has the same version as the Python of the workspace image.
 has_pip() { /usr/bin/python3 -c 'import pip' 2>/dev/null; }
 
-# missing_packages GOAL, sorted, without duplicates. Reads the engine's state (engine.sh).
+# missing_packages GOAL: the missing packages, sorted and without duplicates. Uses the engine's state (engine.sh).
 missing_packages() {
     {
         missing_commands "$run_commands"

@@ -1,6 +1,6 @@
-//! `make crashes`: a hosted MCP server crashes again and again, and is started again each time; what that leaves.
+//! `make crashes`: a hosted MCP server crashes many times. Prints the times until it is back, and everything that is left.
 //!
-//! Three crashes in a minute are borne, so after each third one it is restarted by hand, in a new container.
+//! The server delays the restart after the fourth crash in a minute, so the test restarts it after each third one.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -14,25 +14,25 @@ use serde_json::json;
 use crate::bench::report::Unit;
 use crate::bench::session::release_binary;
 use crate::bench::stats::Summary;
-use crate::load::{Held, held};
+use crate::load::{ProcessUsage, process_usage};
 
-/// Crashes that are borne before the next one is held back.
-const BORNE: usize = 3;
-/// How often the server's memory is shown.
+/// The number of crashes without a delay of the restart.
+const CRASHES_WITHOUT_DELAY: usize = 3;
+/// The number of printed samples of the server's memory.
 const SAMPLES: usize = 10;
 
-/// How often, and where.
+/// The options.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// How often it crashes
+    /// The number of crashes
     #[arg(value_name = "N", default_value_t = 1000)]
     times: usize,
-    /// Where it runs
+    /// The provider
     #[arg(long, default_value = "docker")]
     provider: String,
 }
 
-/// Runs it, prints what it found.
+/// Runs the test and prints its results.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(crash(options))
@@ -45,22 +45,22 @@ async fn crash(options: &Options) -> Result<ExitCode> {
     server.wait_for_status("fragile", "ready").await;
     let begun = Instant::now();
     let mut back = Vec::new();
-    let mut first: Option<Held> = None;
+    let mut first: Option<ProcessUsage> = None;
     for turn in 1..=options.times {
         let crashed = Instant::now();
         server.mcp_tool("fragile", "crash", json!({ "code": 1 })).await.error(502);
-        // The next call waits until it is there again.
+        // The next call waits until the MCP server is ready again.
         let text = server.mcp_text("fragile", "echo", json!({ "text": "back" })).await;
         ensure!(text == "back", "it answered {text}");
         back.push(crashed.elapsed());
-        if turn % BORNE == 0 {
+        if turn % CRASHES_WITHOUT_DELAY == 0 {
             server.request("POST", &format!("{SERVERS}/fragile/restart"), None).await.ok();
         }
         if turn % options.times.div_ceil(SAMPLES) == 0 {
-            let now = held(server.pid())?;
+            let now = process_usage(server.pid())?;
             let processes = server.mcp_server("fragile").await["usage"]["processes"].clone();
             ensure!(processes == 1, "{processes} processes run in the sandbox");
-            let Held { mebibytes, files, threads } = now;
+            let ProcessUsage { mebibytes, files, threads } = now;
             let elapsed = begun.elapsed().as_secs_f64();
             eprintln!(
                 "{elapsed:6.1} s  {turn} crashes: server {mebibytes:.1} MiB, {files} files, {threads} threads"
@@ -77,14 +77,14 @@ async fn crash(options: &Options) -> Result<ExitCode> {
     let show = |time: f64| Unit::Milliseconds.show(time);
     writeln!(
         out,
-        "{} crashes; back after p50 {}, p99 {}, at most {}; {} left behind",
+        "{} crashes; ready again after p50 {}, p99 {}, max {}; {} left",
         options.times,
         show(summary.p50),
         show(summary.p99),
         show(summary.max),
         left.len()
     )?;
-    left.iter().try_for_each(|thing| writeln!(out, "left behind: {thing}"))?;
+    left.iter().try_for_each(|leftover| writeln!(out, "left: {leftover}"))?;
     let is_in_time = summary.max < Duration::from_secs(5).as_secs_f64() * 1e3;
     Ok(if left.is_empty() && is_in_time { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -1,14 +1,14 @@
-//! `make load`: many workspaces at once, from create to destroy, and what is left of them.
+//! `make load`: many concurrent workspaces, from create to destroy.
 //!
-//! Each round creates `--at-once` workspaces at the same moment; each runs its first command as soon as it is there. When
-//! all have, they are destroyed at the same moment. What fails, and whatever is left at the end, is an error.
+//! Each round creates `--at-once` workspaces at the same time. Each runs its first command as soon as it is ready. After the last
+//! command, all are destroyed at the same time. A failed call and a leftover are errors.
 
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use emergent_test_support::server::{Answer, TestServer, WORKSPACES};
+use emergent_test_support::server::{Answer, POOL, TestServer, WORKSPACES};
 use futures_util::future::join_all;
 use serde_json::{Value, json};
 
@@ -18,27 +18,27 @@ use crate::bench::session::release_binary;
 use crate::bench::stats::Summary;
 use crate::bench::table::{Align, render};
 
-/// How often the server's memory is shown over all rounds.
+/// The number of printed samples of the server's memory.
 const SAMPLES: usize = 10;
 
-/// How many, how often, of what.
+/// The options.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Workspaces that live at the same time
+    /// The number of concurrent workspaces
     #[arg(long, value_name = "N", default_value_t = 50)]
     at_once: usize,
-    /// How often: the server's memory is shown ten times on the way
+    /// The number of rounds; the server's memory is printed ten times
     #[arg(long, value_name = "N", default_value_t = 1)]
     rounds: usize,
-    /// Where they run
+    /// The provider
     #[arg(long, default_value = "gvisor")]
     provider: String,
-    /// Spares that wait when it begins
+    /// The number of spares at the start
     #[arg(long, value_name = "N", default_value_t = 0)]
     pool: usize,
 }
 
-/// How long each phase of each workspace took.
+/// The duration of each phase of each workspace.
 #[derive(Default)]
 struct Phases {
     create: Vec<Duration>,
@@ -47,17 +47,17 @@ struct Phases {
     destroy: Vec<Duration>,
 }
 
-/// What the server's process holds.
+/// The memory, open files and threads of a process.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Held {
+pub(crate) struct ProcessUsage {
     pub(crate) mebibytes: f64,
     pub(crate) files: usize,
     pub(crate) threads: usize,
 }
 
-/// Runs the load, prints what it found.
+/// Runs the load and prints its results.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
-    ensure!(options.at_once > 0 && options.rounds > 0, "there is nothing to do");
+    ensure!(options.at_once > 0 && options.rounds > 0, "--at-once and --rounds must be at least 1");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(load(options))
 }
@@ -69,19 +69,19 @@ async fn load(options: &Options) -> Result<ExitCode> {
     if options.pool > 0 {
         let shape =
             json!({ "size": options.pool, "provider": options.provider, "resource_limits": limits() });
-        server.request("PUT", "/api/v1/agent/pool", Some(json!({ "shapes": [shape] }))).await.ok();
+        server.request("PUT", POOL, Some(json!({ "shapes": [shape] }))).await.ok();
         server.wait_for_pool(options.pool as u64).await;
     }
     let begun = Instant::now();
     let mut phases = Phases::default();
     let mut failures = Vec::new();
-    let say = |when: &str| -> Result<()> {
-        let Held { mebibytes, files, threads } = held(server.pid())?;
+    let print_usage = |when: &str| -> Result<()> {
+        let ProcessUsage { mebibytes, files, threads } = process_usage(server.pid())?;
         let elapsed = begun.elapsed().as_secs_f64();
         eprintln!("{elapsed:6.1} s  {when}: server {mebibytes:.1} MiB, {files} files, {threads} threads");
         Ok(())
     };
-    say("at start")?;
+    print_usage("at start")?;
     for round in 1..=options.rounds {
         let created = join_all((0..options.at_once).map(|_| create_and_use(&server, options))).await;
         let mut ids = Vec::new();
@@ -98,7 +98,7 @@ async fn load(options: &Options) -> Result<ExitCode> {
         }
         let is_shown = round % options.rounds.div_ceil(SAMPLES) == 0;
         if is_shown {
-            say(&format!("round {round}, with {} workspaces", ids.len()))?;
+            print_usage(&format!("round {round}, with {} workspaces", ids.len()))?;
         }
         for destroyed in join_all(ids.iter().map(|id| destroy(&server, id))).await {
             match destroyed {
@@ -110,7 +110,7 @@ async fn load(options: &Options) -> Result<ExitCode> {
     if options.pool > 0 {
         server.turn_pool_off().await;
     }
-    say("at the end")?;
+    print_usage("at the end")?;
     let mut left = rows_left(&server).await?;
     server.terminate();
     left.extend(server.leftovers());
@@ -118,12 +118,12 @@ async fn load(options: &Options) -> Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     out.write_all(phases.table()?.as_bytes())?;
     let all = options.at_once * options.rounds;
-    writeln!(out, "{all} created, {} failed, {} left behind", failures.len(), left.len())?;
+    writeln!(out, "{all} created, {} failed, {} left", failures.len(), left.len())?;
     for failure in failures.iter().take(10) {
         writeln!(out, "failed: {failure}")?;
     }
-    for thing in &left {
-        writeln!(out, "left behind: {thing}")?;
+    for leftover in &left {
+        writeln!(out, "left: {leftover}")?;
     }
     Ok(if failures.is_empty() && left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -154,12 +154,12 @@ impl Phases {
     }
 }
 
-/// What each workspace may use.
+/// The resource limits of each workspace.
 fn limits() -> Value {
     json!({ "cpu": "1", "memory": "512M", "disk": "1G" })
 }
 
-/// Creates a workspace and runs its first command; says how long either took.
+/// Creates a workspace and runs its first command. Returns the id and both durations.
 async fn create_and_use(server: &TestServer, options: &Options) -> Result<(String, Duration, Duration)> {
     let request = json!({
         "provider": options.provider,
@@ -173,16 +173,18 @@ async fn create_and_use(server: &TestServer, options: &Options) -> Result<(Strin
     let answer = server.tool(&id, "bash", json!({ "command": "echo $((6 * 7))" })).await;
     let command = begun.elapsed().saturating_sub(create);
     let answer = success(answer)?;
-    ensure!(answer["stdout"] == "42\n", "a first command was answered with {answer}");
+    ensure!(answer["stdout"] == "42\n", "the first command gave another output: {answer}");
     Ok((id, create, command))
 }
 
+/// Destroys a workspace and returns the duration.
 pub(crate) async fn destroy(server: &TestServer, id: &str) -> Result<Duration> {
     let begun = Instant::now();
     success(server.request("DELETE", &format!("{WORKSPACES}/{id}"), None).await)?;
     Ok(begun.elapsed())
 }
 
+/// The body of a successful answer.
 pub(crate) fn success(answer: Answer) -> Result<Value> {
     if !(200..300).contains(&answer.status) {
         bail!("{} {}", answer.status, answer.body);
@@ -190,18 +192,18 @@ pub(crate) fn success(answer: Answer) -> Result<Value> {
     Ok(answer.body)
 }
 
-/// Workspaces that the server still knows.
+/// The workspaces in the server's list.
 async fn rows_left(server: &TestServer) -> Result<Vec<String>> {
     let list = success(server.request("GET", WORKSPACES, None).await)?;
     let items = list["workspaces"].as_array().context("a list of workspaces")?;
     Ok(items.iter().map(|item| format!("row {} ({})", item["id"], item["status"])).collect())
 }
 
-pub(crate) fn held(pid: u32) -> Result<Held> {
+pub(crate) fn process_usage(pid: u32) -> Result<ProcessUsage> {
     let count = |what: &str| -> Result<usize> {
         let path = format!("/proc/{pid}/{what}");
         Ok(std::fs::read_dir(&path).context(path)?.count())
     };
     let mebibytes = resident(&std::fs::read_to_string(format!("/proc/{pid}/status"))?)?;
-    Ok(Held { mebibytes, files: count("fd")?, threads: count("task")? })
+    Ok(ProcessUsage { mebibytes, files: count("fd")?, threads: count("task")? })
 }

@@ -21,15 +21,15 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Write openapi/*.json anew from the handlers
+    /// Write openapi/*.json from the handlers
     Openapi,
-    /// Measure the promises of SPECIFICATION.md as ratios, here and now
+    /// Measure the promises of SPECIFICATION.md as ratios on this machine
     Bench(bench::Options),
-    /// Create, use and destroy many workspaces at once; say how long it took and what is left
+    /// Create, use and destroy many workspaces at once; print the durations and the leftovers
     Load(load::Options),
-    /// Crash a hosted MCP server again and again; say how soon it is back and what is left
+    /// Crash a hosted MCP server many times; print the times until it is back and the leftovers
     Crashes(crashes::Options),
-    /// Run a fork bomb, a memory hog and a disk filler; say how much slower another workspace's calls are
+    /// Run a fork bomb, a memory hog and a disk filler; print the slowdown of another workspace's calls
     Neighbours(neighbours::Options),
 }
 
@@ -43,9 +43,9 @@ fn main() -> Result<ExitCode> {
     }
 }
 
-/// Writes the APIs' descriptions where they are checked in.
+/// Writes the OpenAPI documents to their checked-in files.
 fn write_openapi() -> Result<()> {
-    // Asked when it runs: what was compiled in one clone may run in another.
+    // The variable is read at run time, because a program that was compiled in one clone may run in another.
     let own = std::env::var("CARGO_MANIFEST_DIR").context("run it with cargo")?;
     for (name, text) in emergent_control_plane::openapi_documents() {
         let path = Path::new(&own).join("../openapi").join(name);

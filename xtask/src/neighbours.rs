@@ -1,7 +1,7 @@
-//! `make neighbours`: how much a fork bomb, a memory hog and a disk filler slow down the calls of another workspace.
+//! `make neighbours`: the slowdown of a workspace's calls beside a fork bomb, a memory hog and a disk filler.
 //!
-//! The attackers run side by side and start again whenever they are ended. The slowdown is the p95 of the neighbour's calls
-//! beside them, divided by the p50 of the same calls before they begin.
+//! The attackers run at the same time, and start again when they are ended. The slowdown is the p95 of the neighbour's calls beside
+//! the attackers, divided by the p50 of the same calls before the attacks.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -18,9 +18,9 @@ use crate::bench::stats::Summary;
 use crate::bench::table::{Align, render};
 use crate::load::{destroy, success};
 
-/// The p95 beside the attackers may be this many times the p50 of a quiet host.
+/// The limit of the slowdown.
 const MAX_SLOWDOWN: f64 = 10.0;
-/// Destroying an attacker may take this long.
+/// The time limit for destroying an attacker.
 const MAX_DESTROY: Duration = Duration::from_secs(30);
 
 const ATTACKERS: [(&str, &str); 3] = [
@@ -31,21 +31,21 @@ const ATTACKERS: [(&str, &str); 3] = [
 
 const CALLS: [(&str, &str); 2] = [("bash", r#"{"command":"true"}"#), ("read", r#"{"file_path":"file"}"#)];
 
-/// How many calls, where.
+/// The options.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Where the workspaces run: gvisor, docker or firecracker
+    /// The provider: gvisor, docker or firecracker
     #[arg(long, default_value = "gvisor")]
     provider: String,
-    /// Calls of each tool, on the quiet host and again beside the attackers
+    /// The number of calls of each tool, on the quiet host and again beside the attackers
     #[arg(long, value_name = "N", default_value_t = 300)]
     calls: usize,
-    /// Milliseconds between two calls
+    /// The pause between two calls in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 20)]
     pause_ms: u64,
 }
 
-/// Runs the attackers, prints how slow the neighbour's calls were.
+/// Runs the attackers and prints the durations of the neighbour's calls.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
     ensure!(options.calls > 0, "--calls must be at least 1");
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(measure(options))
@@ -54,7 +54,8 @@ pub(crate) fn run(options: &Options) -> Result<ExitCode> {
 async fn measure(options: &Options) -> Result<ExitCode> {
     let binary = release_binary()?;
     let server = if options.provider == "firecracker" {
-        let microvms = Microvms::find_any(&binary).context("there is no Firecracker, and no double of it")?;
+        let microvms =
+            Microvms::find_any(&binary).context("neither Firecracker nor its double is installed")?;
         microvms.start(&binary, &[]).await
     } else {
         TestServer::start_with(&binary, &[("EMERGENT_ALLOW_DOCKER", "true")]).await
@@ -83,7 +84,7 @@ async fn measure(options: &Options) -> Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     let is_fast = report_calls(&mut out, &quiet, &beside)?;
     let mut is_in_time = true;
-    // The attacks' calls have ended with the select: begin again, so that destroy meets attackers at work.
+    // The select has ended the calls of the attackers. They start again, so that each destroy has a running attacker.
     for (index, (name, id)) in attackers.iter().enumerate() {
         let again = json!({ "command": endless(ATTACKERS[index].1), "background": true });
         server.tool(id, "bash", again).await;
@@ -100,15 +101,16 @@ fn endless(command: &str) -> String {
     format!("while true; do {command}\ndone")
 }
 
-/// Attacks for ever. A command that is ended, or whose sandbox is started again, is followed by the next.
+/// Attacks forever. It starts the command again when it ends.
 async fn attack(server: &TestServer, id: &str, command: &str) {
     loop {
         server.tool(id, "bash", json!({ "command": endless(command), "timeout_ms": 600_000 })).await;
+        // The pause limits the rate of calls that fail at once.
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// How long each call of each tool took.
+/// The duration of each call of each tool.
 async fn call(server: &TestServer, id: &str, options: &Options) -> Result<[Vec<Duration>; 2]> {
     let mut times = [Vec::new(), Vec::new()];
     for _ in 0..options.calls {
@@ -123,7 +125,7 @@ async fn call(server: &TestServer, id: &str, options: &Options) -> Result<[Vec<D
     Ok(times)
 }
 
-/// Prints a line per tool; says whether all are within the limit.
+/// Prints a line for each tool. Returns whether all slowdowns are below the limit.
 fn report_calls(
     out: &mut impl Write,
     quiet: &[Vec<Duration>; 2],

@@ -20,13 +20,3 @@ pub fn wait_until(
         }
     }
 }
-
-/// The same for a condition that needs no runtime.
-#[track_caller]
-pub fn block_until(what: &str, limit: Duration, mut holds: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !holds() {
-        assert!(begun.elapsed() < limit, "not within {} s: {what}", limit.as_secs());
-        std::thread::sleep(PAUSE);
-    }
-}

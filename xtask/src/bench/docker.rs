@@ -1,11 +1,11 @@
-//! What one would do by hand, with the `docker` command: the baseline.
+//! The baseline: the `docker` command.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Runs `docker` with these arguments; returns what it printed.
+/// Runs `docker` with these arguments and returns its output.
 pub(crate) fn docker(arguments: &[&str]) -> Result<String> {
     let output = Command::new("docker")
         .args(arguments)
@@ -18,7 +18,7 @@ pub(crate) fn docker(arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// How long `docker` with these arguments takes, from its start to its end.
+/// Runs `docker` with these arguments and returns its duration and output.
 pub(crate) fn timed(arguments: &[&str]) -> Result<(Duration, String)> {
     let begun = Instant::now();
     let printed = docker(arguments)?;
@@ -36,7 +36,7 @@ impl Drop for Container {
     }
 }
 
-/// What our container is limited to, for one of the baseline.
+/// The limits of a container, to start one of the baseline with the same limits.
 pub(crate) struct Limits {
     cpus: String,
     memory: String,
@@ -63,7 +63,7 @@ impl Limits {
         })
     }
 
-    /// Starts a container with these limits on gVisor; says how long that took.
+    /// Starts a container with these limits on gVisor and returns the duration.
     pub(crate) fn run(&self, label: &str, image: &str) -> Result<(Duration, Container)> {
         let (took, id) = timed(&[
             "run",

@@ -1,15 +1,15 @@
-//! `make bench`: the promises, measured on this machine.
+//! `make bench`: measures the promises on this machine.
 //!
-//! Machines differ and are noisy, so no row stands on a time alone: what we do and what one would do by hand
-//! (`docker exec`, `docker run`, `rg`) are measured in the same run, in turns, and compared by their medians.
+//! Machines differ and are noisy, so rows are ratios. The server and its baseline (`docker exec`, `docker run`, `rg`) are measured in
+//! turns in the same run, and compared by their medians.
 //!
 //! ```text
 //! Options ──▶ Session (a release server, one HTTP connection) ──▶ rows::* ──▶ report::Row ──▶ table, JSON
 //! ```
 //!
-//! A promise that is not kept is printed as MISS and is no error: the exit code is 0 unless something could not be
-//! measured. The server is a [`TestServer`](emergent_test_support::server::TestServer): whatever ends this process,
-//! its janitor removes everything with the installation's label, which the containers of the baseline carry too.
+//! A broken promise is printed as MISS and is not an error. The exit code is 0 unless a row could not be measured. The server is a
+//! [`TestServer`](emergent_test_support::server::TestServer). Its janitor removes everything with the label of the installation, even
+//! if this process is killed. The containers of the baseline have the label too.
 
 mod docker;
 mod peers;
@@ -30,23 +30,23 @@ use report::{NotMeasured, Report};
 use rows::Topic;
 use session::Session;
 
-/// What to measure and where to put it.
+/// The options.
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// Where to write the numbers [default: bench.json in cargo's target directory]
+    /// The file for the numbers [default: bench.json in cargo's target directory]
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Fewer rounds and a smaller tree to search: a first impression
+    /// Fewer rounds and a smaller tree to search, for rough numbers
     #[arg(long)]
     quick: bool,
-    /// Only these
+    /// Only these rows
     #[arg(value_name = "ROW")]
     topics: Vec<Topic>,
 }
 
 /// Measures, prints the table, writes the JSON.
 pub(crate) fn run(options: &Options) -> Result<ExitCode> {
-    // One thread, as a client has one: a wake-up of another thread would be measured with each call.
+    // With several threads, each measured call would include the wake-up of another thread.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let report = runtime.block_on(measure(options))?;
     let path = match &options.json {

@@ -1,4 +1,4 @@
-//! Other bridges from stdio to HTTP, fetched from their registries for the benchmark, where these can be reached.
+//! Other bridges from stdio to HTTP, for comparison. They are installed from their registries, if these can be reached.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -12,30 +12,32 @@ use super::session::{Session, target_dir};
 
 const SUPERGATEWAY: &str = "supergateway@4.0.0";
 const MCP_PROXY: &str = "mcp-proxy==0.13.0";
-/// How long a bridge may take to listen.
+/// The time limit for a start.
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
+/// The time between SIGTERM and SIGKILL.
+const GRACE: Duration = Duration::from_millis(300);
 
-/// A bridge that runs.
+/// A running bridge.
 pub(crate) struct Peer {
     pub(crate) name: &'static str,
     pub(crate) url: String,
     process: Child,
 }
 
-/// All of them.
+/// All bridges.
 #[derive(Default)]
 pub(crate) struct Peers {
     pub(crate) running: Vec<Peer>,
-    /// Those that could not be had, and why.
+    /// The bridges that could not be installed or started, with the reason.
     pub(crate) missing: Vec<(&'static str, String)>,
 }
 
 impl Peers {
-    /// Starts each with the fixture beside the server's binary as its child.
+    /// Starts each bridge with the fixture beside the server's binary as its child.
     pub(crate) async fn start(session: &Session, server_binary: &str) -> Self {
         let mut peers = Self::default();
         let fixture = Path::new(server_binary).with_file_name("mcp-chaos");
-        session.progress("fetching other bridges …");
+        session.progress("installing other bridges …");
         for (name, started) in
             [("supergateway", supergateway(&fixture).await), ("mcp-proxy", mcp_proxy(&fixture).await)]
         {
@@ -47,14 +49,15 @@ impl Peers {
         peers
     }
 
-    /// Ends them, and what they started.
+    /// Ends the bridges and their children.
     pub(crate) async fn end(self) {
         for mut peer in self.running {
             if let Some(pid) = peer.process.id() {
-                // Each leads a group of its own.
+                // Each bridge leads a process group.
                 let group = format!("-{pid}");
                 let _ = Command::new("kill").args(["-TERM", "--", &group]).status().await;
-                tokio::time::sleep(Duration::from_millis(300)).await;
+                // Children may need the whole time, though the bridge has ended. The group has no event for its end.
+                tokio::time::sleep(GRACE).await;
                 let _ =
                     Command::new("kill").args(["-KILL", "--", &group]).stderr(Stdio::null()).status().await;
             }
@@ -106,13 +109,13 @@ async fn run(program: &str, arguments: &[&str]) -> Result<()> {
         .await
         .with_context(|| program.to_owned())?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        bail!("{program} failed: {}", said.lines().last().unwrap_or_default());
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        bail!("{program} failed: {}", stderr.lines().last().unwrap_or_default());
     }
     Ok(())
 }
 
-/// A port that was free a moment ago.
+/// A free port. Another process may take it before the caller does.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
@@ -128,7 +131,7 @@ async fn listening(command: &mut Command, port: u16) -> Result<(String, Child)> 
         }
         if begun.elapsed() > STARTS_WITHIN {
             process.kill().await?;
-            bail!("it does not listen");
+            bail!("it does not listen within {} s", STARTS_WITHIN.as_secs());
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

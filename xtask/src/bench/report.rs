@@ -1,4 +1,4 @@
-//! What was measured, against what was promised: as a table for people and as JSON for programs.
+//! The report of measurements and promises, as a table and as JSON.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use super::stats::Summary;
 use super::table::{Align, render};
 use super::turns::Pair;
 
-/// What a row's numbers are.
+/// The unit of a row's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unit {
     Milliseconds,
@@ -31,18 +31,18 @@ impl Unit {
     }
 }
 
-/// How ours is compared with the baseline.
+/// The comparison with the baseline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ratio {
-    /// The baseline's time by ours: more is better.
+    /// The baseline's time divided by ours. More is better.
     TimesFaster,
-    /// Our time by the baseline's: less is better.
+    /// Our time divided by the baseline's. Less is better.
     TimesAsLong,
-    /// How much of the baseline ours is: less is better.
+    /// Our share of the baseline. Less is better.
     Share,
 }
 
-/// What is promised of a row.
+/// A promise about a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Promise {
     /// The ratio is at least this.
@@ -55,12 +55,12 @@ pub(crate) enum Promise {
     AtMost(f64),
     /// Our median is at least this.
     AtLeast(f64),
-    /// Our median is at most this more than the baseline's.
+    /// Our median exceeds the baseline's by at most this.
     AtMostOver(f64),
-    /// All but one in a hundred of ours are less than this.
+    /// Our 99th percentile is less than this.
     P99Below(f64),
-    /// The ratio should be at least this; nothing is missed when it is not.
-    Wish(f64),
+    /// A goal: the ratio should be at least this. A lower ratio is not a miss.
+    Goal(f64),
 }
 
 /// One line of the table.
@@ -72,12 +72,12 @@ pub(crate) struct Row {
     baseline: Option<Summary>,
     ratio: Ratio,
     promises: Vec<Promise>,
-    /// Nothing but the ratio means anything.
+    /// Only the ratio is meaningful.
     ratio_only: bool,
 }
 
 impl Row {
-    /// Times of ours and of the baseline.
+    /// Our times and those of the baseline.
     pub(crate) fn compared(name: &str, pair: Pair, ratio: Ratio, promises: &[Promise]) -> Self {
         Self {
             name: name.to_owned(),
@@ -103,12 +103,12 @@ impl Row {
         }
     }
 
-    /// A part of something larger.
+    /// Our share of the baseline.
     pub(crate) fn share(name: &str, unit: Unit, pair: Pair, promises: &[Promise]) -> Self {
         Self { unit, ..Self::compared(name, pair, Ratio::Share, promises) }
     }
 
-    /// The same without its numbers and what is promised of them, where these say nothing.
+    /// The row without its numbers and promises, on machines where only the ratio is meaningful.
     pub(crate) fn ratio_only(mut self) -> Self {
         self.promises.clear();
         self.ratio_only = true;
@@ -123,7 +123,7 @@ impl Row {
         })
     }
 
-    /// Whether every promise is kept; none when there is none.
+    /// Whether every promise is kept. `None` without a promise.
     fn is_kept(&self) -> Option<bool> {
         let ratio = self.ratio().unwrap_or(f64::NAN);
         let kept = self.promises.iter().filter_map(|promise| match *promise {
@@ -134,7 +134,7 @@ impl Row {
             Promise::AtLeast(least) => Some(self.ours.p50 >= least),
             Promise::AtMostOver(most) => Some(self.ours.p50 - self.baseline?.p50 <= most),
             Promise::P99Below(limit) => Some(self.ours.p99 < limit),
-            Promise::Wish(_) => None,
+            Promise::Goal(_) => None,
         });
         kept.reduce(|all, one| all && one)
     }
@@ -153,12 +153,12 @@ impl Row {
             Promise::P99Below(limit) => {
                 format!("p99 < {limit} {} (is {})", self.unit.as_str(), self.unit.show(self.ours.p99))
             }
-            Promise::Wish(least) => format!("wish ≥ {least} ×"),
+            Promise::Goal(least) => format!("goal ≥ {least} ×"),
         });
         texts.collect::<Vec<_>>().join(", ")
     }
 
-    /// Ours and the baseline's, where they mean something.
+    /// Our numbers and those of the baseline, if they are meaningful.
     fn numbers(&self) -> Option<(Summary, Option<Summary>)> {
         (!self.ratio_only).then_some((self.ours, self.baseline))
     }
@@ -203,7 +203,7 @@ impl Row {
     }
 }
 
-/// Something that could not be measured.
+/// A row that could not be measured.
 #[derive(Debug)]
 pub(crate) struct NotMeasured {
     pub(crate) what: String,
@@ -216,28 +216,28 @@ impl fmt::Display for NotMeasured {
     }
 }
 
-/// All of it.
+/// All results.
 #[derive(Debug)]
 pub(crate) struct Report {
     quick: bool,
     begun_at: chrono::DateTime<chrono::Utc>,
-    /// The machine's load average (1 min) before anything was measured.
+    /// The machine's load average (1 min) before the first measurement.
     load: f64,
     pub(crate) rows: Vec<Row>,
-    /// What a reader of the table must know.
+    /// Notes for a reader of the table.
     pub(crate) notes: Vec<String>,
     pub(crate) not_measured: Vec<NotMeasured>,
 }
 
 impl Report {
-    /// An empty one, begun now.
+    /// An empty report that begins now.
     pub(crate) fn new(quick: bool) -> Self {
         let load = file("/proc/loadavg").split(' ').next().and_then(|text| text.parse().ok()).unwrap_or(0.0);
         let begun_at = chrono::Utc::now();
         Self { quick, begun_at, load, rows: Vec::new(), notes: Vec::new(), not_measured: Vec::new() }
     }
 
-    /// What to say when the machine has other things to do.
+    /// The warning about a busy machine.
     pub(crate) fn warning(&self) -> Option<String> {
         (self.load > 0.5 * f64::from(cpus())).then(|| {
             format!(
@@ -248,7 +248,7 @@ impl Report {
         })
     }
 
-    /// The table, and below it what is to be known of it and what could not be measured.
+    /// The table, followed by the notes and the rows that could not be measured.
     pub(crate) fn to_text(&self) -> String {
         let columns = [
             ("row", Align::Left),

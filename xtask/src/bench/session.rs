@@ -1,4 +1,4 @@
-//! The server that is measured, and one client of it.
+//! The measured server and a client of it.
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -9,17 +9,17 @@ use emergent_test_support::server::TestServer;
 use reqwest::Method;
 use serde_json::{Value, json};
 
-/// A release server with a data directory of its own, and one kept-alive connection to it.
+/// A release server with a new data directory, and a client with one kept-alive connection.
 pub(crate) struct Session {
     server: TestServer,
     client: reqwest::Client,
     begun: Instant,
     notes: RefCell<Vec<String>>,
-    /// Fewer rounds, less data.
+    /// Fewer rounds and less data.
     pub(crate) quick: bool,
 }
 
-/// A workspace of ours.
+/// A workspace.
 pub(crate) struct Workspace {
     pub(crate) id: String,
 }
@@ -31,7 +31,7 @@ impl Workspace {
     }
 }
 
-/// Cargo's target directory: this program is in a directory of it.
+/// Cargo's target directory. This program is in a subdirectory.
 pub(crate) fn target_dir() -> Result<PathBuf> {
     let program = std::env::current_exe()?;
     let directory =
@@ -47,7 +47,7 @@ pub(crate) fn release_binary() -> Result<String> {
     };
     ensure!(
         binary.is_file(),
-        "there is no {}: `make bench` builds it, or cargo build --release -p emergent",
+        "{} does not exist: `make bench` builds it, or cargo build --release -p emergent",
         binary.display()
     );
     Ok(binary.to_string_lossy().into_owned())
@@ -59,51 +59,51 @@ impl Session {
         Self::with(TestServer::start(&release_binary()?).await, quick)
     }
 
-    /// A client of a server that runs.
+    /// Makes a client of a running server.
     pub(crate) fn with(server: TestServer, quick: bool) -> Result<Self> {
         let client = reqwest::Client::builder().pool_max_idle_per_host(1).no_proxy().build()?;
         Ok(Self { server, client, begun: Instant::now(), notes: RefCell::default(), quick })
     }
 
-    /// Stops the server. When all went well there must be nothing left; else the janitor clears up.
-    pub(crate) fn end(self, all_went_well: bool) {
-        if all_went_well {
+    /// Stops the server. After a success it asserts that nothing is left. After a failure the janitor removes everything.
+    pub(crate) fn end(self, is_success: bool) {
+        if is_success {
             self.server.stop();
         }
     }
 
-    /// Says on standard error what is being done.
+    /// Prints a line of progress on standard error.
     pub(crate) fn progress(&self, text: &str) {
         eprintln!("{:6.1} s  {text}", self.begun.elapsed().as_secs_f64());
     }
 
-    /// Says it there, and below the table.
+    /// Prints a line on standard error, and again below the table.
     pub(crate) fn note(&self, text: &str) {
         self.progress(text);
         self.notes.borrow_mut().push(text.to_owned());
     }
 
-    /// What is to be said below the table.
+    /// The notes below the table.
     pub(crate) fn notes(&self) -> Vec<String> {
         self.notes.borrow().clone()
     }
 
-    /// One of two numbers: for a quick run, or for a real one.
-    pub(crate) fn either<T>(&self, quick: T, real: T) -> T {
-        if self.quick { quick } else { real }
+    /// The first value in a quick run, and the second one otherwise.
+    pub(crate) fn either<T>(&self, quick: T, full: T) -> T {
+        if self.quick { quick } else { full }
     }
 
-    /// The label that makes the janitor remove a container.
+    /// The label of the containers that the janitor removes.
     pub(crate) fn label(&self) -> String {
         format!("emergent.installation={}", self.server.installation())
     }
 
-    /// Where the server listens.
+    /// The server's URL.
     pub(crate) fn url(&self) -> &str {
         &self.server.url
     }
 
-    /// Its admin token.
+    /// The admin token.
     pub(crate) fn token(&self) -> &str {
         self.server.token.trim()
     }
@@ -113,12 +113,12 @@ impl Session {
         self.server.data_dir()
     }
 
-    /// The server's process.
+    /// The server's process id.
     pub(crate) fn server_pid(&self) -> u32 {
         self.server.pid()
     }
 
-    /// A request; returns how long it took until all of the answer was there, and the answer.
+    /// Sends a request. Returns the duration until the whole answer was read, and the answer.
     pub(crate) async fn request(
         &self,
         method: Method,
@@ -143,7 +143,7 @@ impl Session {
         Ok((took, serde_json::from_slice(&bytes).unwrap_or(Value::Null)))
     }
 
-    /// Makes the pool hold this many spares of gVisor.
+    /// Sets the pool to this number of gVisor spares, and waits for them.
     pub(crate) async fn set_pool(&self, size: usize) -> Result<()> {
         let body = json!({ "shapes": [{ "size": size, "provider": "gvisor" }] });
         self.request(Method::PUT, "/api/v1/agent/pool", Some(&body)).await?;
@@ -151,27 +151,27 @@ impl Session {
         Ok(())
     }
 
-    /// Waits until this many spares are ready and no more are made.
+    /// Waits until this number of spares is ready and no more are made.
     pub(crate) async fn wait_for_pool(&self, size: usize) {
         self.server.wait_for_pool(size as u64).await;
     }
 
-    /// Creates a workspace without a warm start; returns how long it took.
+    /// Creates a workspace without a warm start. Returns the duration too.
     pub(crate) async fn create(&self, provider: &str) -> Result<(Duration, Workspace)> {
         self.create_of(&json!({ "provider": provider, "warm_start": false })).await
     }
 
-    /// Creates a workspace from the pool; returns how long it took.
+    /// Creates a workspace from the pool. Returns the duration too.
     pub(crate) async fn claim(&self) -> Result<(Duration, Workspace)> {
         self.create_of(&json!({ "provider": "gvisor" })).await
     }
 
-    /// Creates a workspace that is ready; returns how long it took.
+    /// Creates a workspace that must be ready. Returns the duration too.
     pub(crate) async fn create_of(&self, body: &Value) -> Result<(Duration, Workspace)> {
         let (took, created) = self.request(Method::POST, "/api/v1/agent/workspaces", Some(body)).await?;
         ensure!(created["status"] == "ready", "the new workspace is not ready: {created}");
         let is_warm = body["warm_start"] != false;
-        ensure!(created["placement"]["warm_hit"] == is_warm, "not as asked for: {created}");
+        ensure!(created["placement"]["warm_hit"] == is_warm, "warm_hit should be {is_warm}: {created}");
         let id = created["id"].as_str().context("the new workspace has no id")?.to_owned();
         Ok((took, Workspace { id }))
     }
@@ -182,7 +182,7 @@ impl Session {
         self.request(Method::DELETE, &path, None).await.map(|_| ())
     }
 
-    /// Calls a tool; returns how long it took, and its answer.
+    /// Calls a tool. Returns the duration and the answer.
     pub(crate) async fn tool(
         &self,
         workspace: &Workspace,
@@ -193,7 +193,7 @@ impl Session {
         self.request(Method::POST, &path, Some(body)).await
     }
 
-    /// Runs a command that must succeed; returns how long it took, and what it printed.
+    /// Runs a command that must succeed. Returns the duration and the output.
     pub(crate) async fn bash(&self, workspace: &Workspace, command: &str) -> Result<(Duration, String)> {
         let body = json!({ "command": command, "timeout_ms": 600_000 });
         let (took, answer) = self.tool(workspace, "bash", &body).await?;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// What is kept of many samples of one quantity.
+/// The summary of many samples of one quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct Summary {
     pub(crate) p50: f64,
@@ -16,12 +16,12 @@ pub(crate) struct Summary {
 }
 
 impl Summary {
-    /// Summarises durations, in milliseconds; none when there are none.
+    /// Summarises durations in milliseconds. `None` without samples.
     pub(crate) fn of_durations(durations: &[Duration]) -> Option<Self> {
         Self::of(durations.iter().map(|duration| duration.as_secs_f64() * 1e3).collect())
     }
 
-    /// Summarises numbers; none when there are none.
+    /// Summarises numbers. `None` without samples.
     pub(crate) fn of(mut samples: Vec<f64>) -> Option<Self> {
         samples.sort_by(f64::total_cmp);
         Some(Self {
@@ -35,8 +35,7 @@ impl Summary {
     }
 }
 
-/// The smallest sample that at least `percent` of all samples do not exceed (the nearest rank); the median of an even
-/// number of samples is the middle of the two.
+/// The percentile by the nearest-rank method. The median of an even number of samples is the mean of the middle two.
 fn percentile(sorted: &[f64], percent: usize) -> Option<f64> {
     let count = sorted.len();
     if percent == 50 && count > 0 && count.is_multiple_of(2) {

@@ -1,13 +1,13 @@
-//! Columns of text, aligned.
+//! Renders tables with aligned columns.
 
-/// How a column's cells stand in it.
+/// The alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Align {
     Left,
     Right,
 }
 
-/// Renders a header and rows; a row with fewer cells is filled up with empty ones. No line ends with a space.
+/// Renders a header and rows. Missing cells are empty, and no line ends with a space.
 pub(crate) fn render(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
     let cell = |row: &[String], index: usize| row.get(index).cloned().unwrap_or_default();
     let width_of = |index: usize, title: &str| {

@@ -1,6 +1,6 @@
-//! Measures two things in turns: ours, baseline, ours, baseline, …
+//! Measures in turns: ours, baseline, ours, baseline, …
 //!
-//! What disturbs the machine for a while then disturbs both, and the ratio stays.
+//! A disturbance of the machine then affects both, and the ratio stays.
 
 use std::time::Duration;
 
@@ -8,23 +8,23 @@ use anyhow::{Context, Result};
 
 use super::stats::Summary;
 
-/// How often to measure.
+/// The number of rounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rounds {
-    /// Rounds whose times are thrown away.
+    /// First rounds, whose times are discarded.
     pub(crate) warm_up: usize,
-    /// Rounds that count.
+    /// Rounds whose times are counted.
     pub(crate) counted: usize,
 }
 
-/// What was measured in turns, in milliseconds.
+/// Two summaries of a measurement in turns, in milliseconds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pair {
     pub(crate) ours: Summary,
     pub(crate) baseline: Summary,
 }
 
-/// Measures two things in turns. Each says itself how long it took, so that it can prepare and clear up unmeasured.
+/// Measures two functions in turns. Each returns its own duration, so that its preparation and cleanup are not measured.
 pub(crate) async fn in_turns(
     rounds: Rounds,
     ours: impl AsyncFnMut() -> Result<Duration>,
@@ -33,7 +33,7 @@ pub(crate) async fn in_turns(
     runs_in_turns(rounds, 1, ours, baseline).await
 }
 
-/// Measures two things in turns, one of them `run` times in a row each time.
+/// Measures two functions in turns: `ours` `run` times in a row, then `baseline` once.
 pub(crate) async fn runs_in_turns(
     rounds: Rounds,
     run: usize,
@@ -53,7 +53,7 @@ pub(crate) async fn runs_in_turns(
     Ok(Pair { ours: summarise(&times.0)?, baseline: summarise(&times.1)? })
 }
 
-/// Measures one thing, again and again.
+/// Measures one function, without pauses.
 pub(crate) async fn back_to_back(
     rounds: Rounds,
     mut ours: impl AsyncFnMut() -> Result<Duration>,

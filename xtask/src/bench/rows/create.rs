@@ -1,7 +1,7 @@
 //! A cold create on gVisor, against `docker run` of the same image with the same limits on the same network.
 //!
-//! Ours is the time until the answer 201, which comes when the guest agent has answered in the sandbox; `docker run
-//! --detach` returns when the container is started. The second row is the time until a first command is done.
+//! Our time ends with the answer 201, which the server sends after the guest agent has answered. `docker run --detach` returns when
+//! the container is started. The second row is the time until a first command has ended.
 
 use std::time::Duration;
 
@@ -30,13 +30,13 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
         until_command.0.push(took + command_took);
         Ok(took)
     };
-    let by_hand = async || {
+    let baseline = async || {
         let (took, container) = limits.run(&label, IMAGE)?;
         let (command_took, _) = docker::timed(&["exec", &container.0, "bash", "-c", "true"])?;
         until_command.1.push(took + command_took);
         Ok(took)
     };
-    let pair = in_turns(rounds, ours, by_hand).await?;
+    let pair = in_turns(rounds, ours, baseline).await?;
     session.destroy(first).await?;
 
     let mut rows = vec![Row::compared(
@@ -46,8 +46,8 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
         &[Promise::AtMostTimes(1.15)],
     )];
     let ours = until_command.0.get(rounds.warm_up..).and_then(Summary::of_durations);
-    let by_hand = until_command.1.get(rounds.warm_up..).and_then(Summary::of_durations);
-    if let (Some(ours), Some(baseline)) = (ours, by_hand) {
+    let baseline = until_command.1.get(rounds.warm_up..).and_then(Summary::of_durations);
+    if let (Some(ours), Some(baseline)) = (ours, baseline) {
         let pair = Pair { ours, baseline };
         rows.push(Row::compared("  … create and `true` / docker run, exec", pair, Ratio::TimesAsLong, &[]));
     }

@@ -1,9 +1,8 @@
 //! read, write and edit of a 10 KiB file, against `docker exec CONTAINER cat FILE` in the same sandbox.
 //!
-//! Three rows, because what is measured depends on what came just before it. The promise is judged on runs of several
-//! calls, as agents make them, between one `docker exec` and the next. A single call right after a `docker exec` is
-//! slower: it wakes processes that slept, on a machine that still clears up; the second row shows it, without a
-//! promise. The third is the same call with nothing in between.
+//! A duration depends on the work of the machine just before it, so there are three rows. The promise is about runs of several calls
+//! between two `docker exec`, as agents make them. The second row is a single call right after a `docker exec`, without a promise:
+//! it is slower, because it wakes sleeping processes while the machine still cleans up. The third row is calls without pauses.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -15,9 +14,9 @@ use crate::bench::turns::{Pair, Rounds, back_to_back, in_turns, runs_in_turns};
 
 const FILE: &str = "/workspace/file.txt";
 const SIZE: usize = 10 * 1024;
-/// Calls in a row.
+/// The number of calls in a row.
 const RUN: usize = 4;
-/// The line that edit changes, to and fro.
+/// The two versions of the line that edit changes.
 const MARKS: [&str; 2] = ["the line that is edited: tick\n", "the line that is edited: tock\n"];
 
 pub(super) async fn read(session: &Session) -> Result<Vec<Row>> {
@@ -37,7 +36,7 @@ pub(super) async fn edit(session: &Session) -> Result<Vec<Row>> {
     measure(session, "edit", request).await
 }
 
-/// Measures a tool; `request` makes the request of each round.
+/// Measures a tool. `request` makes the request of each round.
 async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value) -> Result<Vec<Row>> {
     let (_, workspace) = session.create("gvisor").await?;
     let container = workspace.container();
@@ -49,10 +48,10 @@ async fn measure(session: &Session, tool: &str, request: impl Fn(usize) -> Value
         round += 1;
         Ok(took)
     };
-    let mut by_hand = async || Ok(docker::timed(&["exec", &container, "cat", FILE])?.0);
+    let mut baseline = async || Ok(docker::timed(&["exec", &container, "cat", FILE])?.0);
     let rounds = Rounds { warm_up: 5, counted: session.either(20, 60) };
-    let runs = runs_in_turns(rounds, RUN, &mut ours, &mut by_hand).await?;
-    let single = in_turns(rounds, &mut ours, by_hand).await?;
+    let runs = runs_in_turns(rounds, RUN, &mut ours, &mut baseline).await?;
+    let single = in_turns(rounds, &mut ours, baseline).await?;
     let without_pause = Pair { ours: back_to_back(rounds, &mut ours).await?, ..runs };
     session.destroy(workspace).await?;
 

@@ -1,7 +1,6 @@
-//! grep of a large tree, against `rg` run by the bash tool in the same sandbox.
+//! grep of a large tree, against `rg` by the bash tool in the same sandbox.
 //!
-//! The tree is made inside by `tree.py`. Both find the same few lines, so both read all of it; that they do is
-//! checked.
+//! `tree.py` makes the tree in the sandbox. Both search the whole tree, which a comparison of their matches checks.
 
 use std::cell::Cell;
 
@@ -21,7 +20,7 @@ struct Search {
     ignore_case: bool,
 }
 
-/// `tree.py` hides what they find.
+/// `tree.py` writes the matching lines.
 const SEARCHES: [Search; 3] = [
     Search { name: "a rare literal", pattern: "needle_in_the_haystack", ignore_case: false },
     Search { name: "a regex with classes", pattern: r"[A-Z]+_[0-9]{4}_handle\(\w+\)", ignore_case: false },
@@ -49,7 +48,7 @@ async fn compare(session: &Session, workspace: &Workspace, search: &Search, mebi
         "pattern": search.pattern, "path": TREE, "ignore_case": search.ignore_case, "limit": 10_000,
     });
     let flag = if search.ignore_case { " --ignore-case" } else { "" };
-    let by_hand = format!("rg --hidden --no-heading -n{flag} '{}' {TREE}", search.pattern);
+    let command = format!("rg --hidden --no-heading -n{flag} '{}' {TREE}", search.pattern);
     let found = Cell::new((0, 0));
 
     let ours = async || {
@@ -63,7 +62,7 @@ async fn compare(session: &Session, workspace: &Workspace, search: &Search, mebi
         Ok(took)
     };
     let rg = async || {
-        let (took, printed) = session.bash(workspace, &by_hand).await?;
+        let (took, printed) = session.bash(workspace, &command).await?;
         found.set((found.get().0, printed.lines().count()));
         Ok(took)
     };

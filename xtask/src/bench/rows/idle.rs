@@ -1,4 +1,4 @@
-//! What workspaces cost that do nothing: memory of the guest agent in each, and of the server.
+//! The cost of idle workspaces: the memory of each guest agent, and of the server.
 
 use anyhow::{Context, Result};
 use serde_json::json;
@@ -20,7 +20,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     let server = resident(&std::fs::read_to_string(format!("/proc/{}/status", session.server_pid()))?)?;
     rows.push(agents("guest agent RSS, gVisor, new", &workspaces, &[Promise::AtMost(4.0)])?);
     for workspace in &workspaces {
-        use_it(session, workspace).await?;
+        call_tools(session, workspace).await?;
     }
     rows.push(agents("  … RSS after some calls", &workspaces, &[])?);
     for workspace in workspaces {
@@ -36,7 +36,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The agents' memory. It is read by a process of its own: a tool call would wake the agent.
+/// The agents' memory. A process of its own reads it, because a tool call would wake the agent.
 fn agents(name: &str, workspaces: &[Workspace], promises: &[Promise]) -> Result<Row> {
     let sizes: Result<Vec<f64>> = workspaces
         .iter()
@@ -46,8 +46,8 @@ fn agents(name: &str, workspaces: &[Workspace], promises: &[Promise]) -> Result<
     Ok(Row::alone(name, Unit::Mebibytes, summary, promises))
 }
 
-/// A call of each of the common tools.
-async fn use_it(session: &Session, workspace: &Workspace) -> Result<()> {
+/// Calls each of the common tools.
+async fn call_tools(session: &Session, workspace: &Workspace) -> Result<()> {
     let calls = [
         ("write", json!({ "file_path": "a.txt", "content": "one\ntwo\n" })),
         ("read", json!({ "file_path": "a.txt" })),

@@ -1,8 +1,7 @@
-//! A tool of a hosted MCP server is called: against the same server on raw stdio, and against other bridges to stdio.
+//! A call of a tool of a hosted MCP server, against the same server on raw stdio, and against other bridges to stdio.
 //!
-//! The server answers at once, so what is measured is the way to it and back. Raw stdio is `docker run --interactive` of the
-//! same image on the same runtime, by one process that does nothing else. The other bridges run the server as a plain
-//! child, without a sandbox; ours runs it in a container of plain Docker there.
+//! The server answers at once, so the duration is that of the transport. Raw stdio is `docker run --interactive` of the same image on
+//! the same runtime. The other bridges run the server as a child process without a sandbox. Ours then runs it in a plain container.
 
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -22,7 +21,7 @@ use crate::bench::session::{Session, release_binary};
 use crate::bench::turns::{Pair, Rounds, in_turns};
 
 const SERVERS: &str = "/api/v1/mcp/servers";
-/// Clients at once.
+/// The number of concurrent clients.
 const MANY: usize = 16;
 
 pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
@@ -96,7 +95,7 @@ async fn against_raw_stdio(
     Ok(pair)
 }
 
-/// The same server, spoken to directly.
+/// The same server on raw stdio.
 struct Raw {
     process: Child,
     input: ChildStdin,
@@ -138,7 +137,7 @@ impl Raw {
     }
 }
 
-/// As many calls, by one client and by many, through ours and through each of the others.
+/// The same calls by one client and by many, through our bridge and through each of the others.
 async fn against_bridges(session: &Session, hosted: &Hosted<'_>) -> Result<Vec<Row>> {
     let ours = Endpoint {
         url: format!("{}{SERVERS}/{}/mcp", session.url(), hosted.name),
@@ -169,7 +168,7 @@ async fn against_bridges(session: &Session, hosted: &Hosted<'_>) -> Result<Vec<R
                 rate(&pair.baseline)
             ));
             let promises: &[Promise] =
-                if clients == MANY { &[Promise::AtLeastTimes(5.0)] } else { &[Promise::Wish(5.0)] };
+                if clients == MANY { &[Promise::AtLeastTimes(5.0)] } else { &[Promise::Goal(5.0)] };
             let row = format!("{} mcp calls, {clients} clients / {name}", clients * calls);
             rows.push(Row::compared(&row, pair, Ratio::TimesFaster, promises));
         }
@@ -181,21 +180,20 @@ async fn against_bridges(session: &Session, hosted: &Hosted<'_>) -> Result<Vec<R
     Ok(rows)
 }
 
-/// Where MCP clients connect.
+/// The endpoint of a bridge.
 struct Endpoint {
     url: String,
     token: Option<String>,
 }
 
 impl Endpoint {
-    /// So many clients, each with a session and a connection of its own.
+    /// Opens clients, each with its own session and connection.
     async fn open(&self, clients: usize) -> Result<Vec<Client>> {
         try_join_all((0..clients).map(|_| Client::open(self))).await
     }
 }
 
-/// A client that costs next to nothing: one connection, requests that are written in one piece, answers of which only the
-/// end is looked for. A real one would be measured more than what it talks to.
+/// A minimal client with one connection, which does not parse answers. A real client would take more time than the bridge.
 struct Client {
     stream: BufReader<TcpStream>,
     head: String,
@@ -222,7 +220,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Sends a message; gives the session's id, if there is one, and the body.
+    /// Sends a message. Returns the session's id, if there is one, and the body.
     async fn post(&mut self, message: &Value) -> Result<(Option<String>, Vec<u8>)> {
         let body = message.to_string();
         let text = format!("{}content-length: {}\r\n\r\n{body}", self.head, body.len());

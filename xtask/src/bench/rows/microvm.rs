@@ -1,9 +1,7 @@
-//! MicroVMs: from the request to an agent that answers, against a gVisor sandbox of the same server; made of a copy of
-//! memory, against one that boots; many at once, against one after the other; and the memory that each takes beside its
-//! own.
+//! MicroVMs: the time until the agent answers, against a gVisor sandbox; a restore of a memory snapshot, against a boot; many at once,
+//! against one alone; and the memory of the virtual machine monitor.
 //!
-//! Where the processor does not do the work (a double of Firecracker, or a KVM without hardware), times say nothing about
-//! the product, and only ratios are shown.
+//! With an emulated processor (the double of Firecracker, or an emulated KVM) only ratios are meaningful, and the rows show no times.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -19,10 +17,10 @@ use crate::bench::session::{Session, Workspace, release_binary};
 use crate::bench::stats::Summary;
 use crate::bench::turns::{Pair, Rounds, in_turns};
 
-/// So many are made at once, for each CPU.
+/// The number of concurrent creates for each CPU.
 const AT_ONCE_PER_CPU: usize = 2;
 
-/// What runs the microVMs.
+/// The virtualisation of the microVMs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Hardware,
@@ -34,8 +32,8 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     let binary = release_binary()?;
     let Some(microvms) = Microvms::find_any(&binary) else {
         session.note(
-            "microVMs were not measured: there is no Firecracker (`emergent firecracker install`), and no QEMU to take \
-             its place (`scripts/setup test`)",
+            "microVMs were not measured: neither Firecracker (`emergent firecracker install`) nor QEMU (`scripts/setup test`) is \
+             installed",
         );
         return Ok(Vec::new());
     };
@@ -46,15 +44,16 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
     };
     if kind == Kind::Double {
         session.note(
-            "microVMs: QEMU in software, in the place of a Firecracker that is not installed: copies of memory and the \
-             monitor's own are not measured",
+            "microVMs: Firecracker is not installed, and its double runs QEMU with an emulated processor: memory snapshots and the \
+             monitor's memory are not measured",
         );
     }
     if Path::new("/dev/kvm").exists() && !has_hardware_kvm() {
-        session.note("microVMs: the KVM of this machine is emulated, its processor does not do the work");
+        session.note("microVMs: the KVM of this machine is emulated");
     }
     if kind != Kind::Hardware {
-        session.note("microVMs: times would say nothing, so only ratios are shown");
+        session
+            .note("microVMs: with an emulated processor only ratios are meaningful, so no times are shown");
     }
     let own = Session::with(microvms.start(&binary, &[]).await, session.quick)?;
     let measured = Bench { session: &own, kind, request: microvms.small() }.measure().await;
@@ -66,7 +65,7 @@ pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
 struct Bench<'a> {
     session: &'a Session,
     kind: Kind,
-    /// Asks for a small microVM.
+    /// The request for a small microVM.
     request: Value,
 }
 
@@ -74,16 +73,16 @@ impl Bench<'_> {
     async fn measure(&self) -> Result<Vec<Row>> {
         let rounds = match self.kind {
             Kind::Hardware => Rounds { warm_up: 1, counted: self.session.either(7, 15) },
-            // A kernel takes many seconds to boot.
+            // An emulated boot takes many seconds.
             _ => Rounds { warm_up: 0, counted: self.session.either(1, 3) },
         };
-        self.session.progress("the first microVM, and the disk that all are clones of …");
+        self.session.progress("the first microVM, and the image that all disks are clones of …");
         let (_, first) = self.create("firecracker").await?;
         let mut rows = vec![self.boots(rounds).await?];
         rows.extend(self.many_at_once(rounds).await?);
         if self.kind != Kind::Double {
             rows.push(self.monitors_memory(&first).await?);
-            rows.push(self.copies_of_memory(rounds, &first).await?);
+            rows.push(self.memory_snapshots(rounds, &first).await?);
         }
         self.session.destroy(first).await?;
         Ok(rows
@@ -99,7 +98,7 @@ impl Bench<'_> {
         self.session.create_of(&request).await
     }
 
-    /// How long one takes that is removed at once.
+    /// The duration of a create. The workspace is destroyed.
     async fn once(&self, provider: &str) -> Result<Duration> {
         let (took, workspace) = self.create(provider).await?;
         self.session.destroy(workspace).await?;
@@ -142,7 +141,7 @@ impl Bench<'_> {
         let machine =
             ask_manager(&directory, "GET", &format!("/v1/machines/{}", workspace.id), None).await.ok();
         let pid = machine["pid"].as_u64().context("the microVM has no process")?;
-        let own = beside_guest_memory(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?);
+        let own = memory_without_guest(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?);
         let guest =
             self.request["resource_limits"]["memory"].as_str().and_then(|text| text.strip_suffix('M'));
         let guest: f64 = guest.context("a size in MiB")?.parse()?;
@@ -151,8 +150,8 @@ impl Bench<'_> {
         Ok(Row::share("monitor's memory / its guest's", Unit::Mebibytes, pair, &[Promise::AtMost(5.0)]))
     }
 
-    async fn copies_of_memory(&self, rounds: Rounds, workspace: &Workspace) -> Result<Row> {
-        self.session.progress("microVMs made of a copy of memory, and booted ones, in turns …");
+    async fn memory_snapshots(&self, rounds: Rounds, workspace: &Workspace) -> Result<Row> {
+        self.session.progress("microVMs restored from a memory snapshot, and booted ones, in turns …");
         let path = format!("/api/v1/agent/workspaces/{}/snapshot", workspace.id);
         let (_, snapshot) =
             self.session.request(Method::POST, &path, Some(&json!({ "memory": true }))).await?;
@@ -165,15 +164,15 @@ impl Bench<'_> {
             Ok(took)
         };
         let pair = in_turns(rounds, restored, || self.once("firecracker")).await?;
-        let id = snapshot["id"].as_str().context("the copy has no id")?;
+        let id = snapshot["id"].as_str().context("the snapshot has no id")?;
         let path = format!("/api/v1/agent/workspaces/snapshots/{id}");
         self.session.request(Method::DELETE, &path, None).await?;
         let promises = &[Promise::Below(30.0)];
-        Ok(Row::compared("microVM of a copy of memory / booted", pair, Ratio::TimesFaster, promises))
+        Ok(Row::compared("microVM of a memory snapshot / booted", pair, Ratio::TimesFaster, promises))
     }
 }
 
-/// Whether KVM has a processor that does the work. On ARM it can't be without.
+/// Whether KVM uses the virtualisation of the processor. On ARM it always does.
 fn has_hardware_kvm() -> bool {
     let flags = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     Path::new("/dev/kvm").exists()
@@ -181,8 +180,8 @@ fn has_hardware_kvm() -> bool {
             || flags.split_ascii_whitespace().any(|flag| matches!(flag, "vmx" | "svm")))
 }
 
-/// Resident memory of a process in MiB, without its largest mapping: that is its guest's.
-fn beside_guest_memory(smaps: &str) -> f64 {
+/// Resident memory of a process in MiB, without its largest mapping, which is the memory of its guest.
+fn memory_without_guest(smaps: &str) -> f64 {
     let kibibytes = |line: &str, name: &str| -> Option<f64> {
         line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse().ok()
     };
@@ -204,6 +203,6 @@ mod tests {
             format!("7f00-7f01 rw-p 0 00:00 0\nSize: {size} kB\nRss:   {resident} kB\nPss: 1 kB\n")
         };
         let smaps = mapping(512, 512) + &mapping(262_144, 100_000) + &mapping(4096, 1024);
-        assert_eq!(beside_guest_memory(&smaps), 1.5);
+        assert_eq!(memory_without_guest(&smaps), 1.5);
     }
 }

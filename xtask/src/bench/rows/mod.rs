@@ -1,4 +1,4 @@
-//! What is measured, one file for each topic.
+//! The measurements, with a file for each topic.
 
 mod bash;
 mod create;
@@ -20,25 +20,25 @@ use super::session::Session;
 /// Rows that are measured together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Topic {
-    /// A command that does nothing, against docker exec
+    /// Runs the command `true`, against docker exec
     Bash,
-    /// A file of 10 KiB is read, against docker exec
+    /// Reads a file of 10 KiB, against docker exec
     Read,
-    /// A file of 10 KiB is written, against docker exec
+    /// Writes a file of 10 KiB, against docker exec
     Write,
-    /// A file of 10 KiB is edited, against docker exec
+    /// Edits a file of 10 KiB, against docker exec
     Edit,
-    /// A workspace is created, against docker run
+    /// Creates a workspace, against docker run
     Create,
-    /// A workspace is created from the warm pool, against one without
+    /// Creates a workspace from the warm pool, against a cold create
     Warm,
-    /// A large tree is searched, against rg
+    /// Searches a large tree, against rg
     Grep,
-    /// A tool of a hosted MCP server is called, against raw stdio and other bridges
+    /// Calls a tool of a hosted MCP server, against raw stdio and other bridges
     Mcp,
-    /// What idle workspaces cost
+    /// The memory of idle workspaces
     Idle,
-    /// MicroVMs: started, made of a copy of memory, many at once, what each costs
+    /// MicroVMs: boot, memory snapshots, many at once, memory
     Microvm,
 }
 
@@ -49,9 +49,9 @@ impl fmt::Display for Topic {
 }
 
 impl Topic {
-    /// The topics that were asked for in their usual order; all when none was.
-    pub(crate) fn chosen(asked: &[Topic]) -> Vec<Topic> {
-        let is_chosen = |topic: &&Topic| asked.is_empty() || asked.contains(topic);
+    /// The given topics in their usual order. All topics if none is given.
+    pub(crate) fn chosen(given: &[Topic]) -> Vec<Topic> {
+        let is_chosen = |topic: &&Topic| given.is_empty() || given.contains(topic);
         Self::value_variants().iter().filter(is_chosen).copied().collect()
     }
 

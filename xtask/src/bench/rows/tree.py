@@ -1,4 +1,4 @@
-"""Makes a tree of text files as a large project has them. Arguments: where, and how many MiB."""
+"""Makes a tree of text files like that of a large project. Arguments: the directory, and its size in MiB."""
 
 import os
 import random
@@ -15,7 +15,7 @@ def line():
     return indent + " ".join(random.choices(words, k=random.randint(0, 12))) + random.choice(["", ";", " {", ")", ","])
 
 
-# Slices of one text: making each anew would take longer than everything that is measured.
+# The files are slices of one text, because generating each file would take longer than the benchmark.
 pool = "\n".join(line() for _ in range(150_000)).encode()
 # (share of the files, smallest, largest size)
 kinds = [(70, 200, 8 << 10), (25, 8 << 10, 64 << 10), (4.9, 64 << 10, 512 << 10), (0.1, 1 << 20, 4 << 20)]

@@ -1,7 +1,6 @@
-//! A create that finds a spare in the warm pool, against a cold one of the same server.
+//! A create that claims a spare of the warm pool, against a cold create of the same server.
 //!
-//! The pool makes the next spare as soon as one is taken, so the first command shares the machine with the start of a
-//! sandbox, as it does for everybody who uses a pool.
+//! The pool refills after each claim, so the first command competes with the start of a sandbox, as it does in normal use.
 
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use crate::bench::stats::Summary;
 use crate::bench::turns::{Rounds, runs_in_turns};
 
 const SPARES: usize = 4;
-/// Claims for each cold create.
+/// The number of claims for each cold create.
 const RUN: usize = 5;
 
 pub(super) async fn measure(session: &Session) -> Result<Vec<Row>> {
