@@ -200,9 +200,10 @@ impl Call {
         credit.map_or(Ok(()), |credit| self.send(&Frame::credit(self.id, credit)))
     }
 
-    /// Whether input waits to be taken.
+    /// Whether input, or its end, waits to be taken.
     pub(crate) fn has_input(&self) -> bool {
-        !self.state().input.is_empty()
+        let state = self.state();
+        !state.input.is_empty() || state.input_ended
     }
 
     /// Whether the host has sent all its input.
@@ -287,4 +288,22 @@ impl Call {
 /// The answer to a call that the host cancelled; it does not read it.
 pub(crate) fn cancelled() -> ErrorDetail {
     ErrorDetail::new(ErrorCode::Cancelled, "the call was cancelled")
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// An ACCEPT call of a channel that has ended.
+    pub(crate) fn accept(wake: Arc<Wake>) -> Call {
+        Call {
+            id: 1,
+            connection: Weak::new(),
+            cancelled: AtomicBool::new(false),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            wake: OnceLock::from(wake),
+            is_accept: true,
+        }
+    }
 }

@@ -49,7 +49,7 @@ impl Connection {
         if !self.has_read_all && (self.linger_until.is_some() || self.call.has_output_credit()) {
             events |= PollFlags::IN;
         }
-        if self.sent < self.unsent.len() || self.call.has_input() {
+        if !self.has_sent_all && (self.sent < self.unsent.len() || self.call.has_input()) {
             events |= PollFlags::OUT;
         }
         events
@@ -140,5 +140,55 @@ impl Connection {
     /// Makes the end of the socket a reset, which the program sees as an error.
     pub(super) fn reset(&self) {
         let _ = sockopt::set_socket_linger(&self.socket, Some(Duration::ZERO));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, TcpListener};
+
+    use rustix::event::{PollFd, Timespec, poll};
+
+    use super::*;
+    use crate::call;
+    use crate::wake::Wake;
+
+    /// A connection that nobody else serves, and its program's end.
+    fn pair() -> (Connection, TcpStream) {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let program = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let socket = listener.accept().unwrap().0;
+        socket.set_nonblocking(true).unwrap();
+        let call = Arc::new(call::tests::accept(Arc::new(Wake::new().unwrap())));
+        (Connection::new(call, socket), program)
+    }
+
+    /// Takes turns while the socket allows a wanted step, as the listener's thread does without a new wake-up.
+    fn serve(connection: &mut Connection) {
+        let mut buffer = [0; 1024];
+        loop {
+            connection.advance(&mut buffer, Instant::now());
+            let mut fds = [PollFd::new(&connection.socket, connection.wanted())];
+            if connection.wanted().is_empty() || poll(&mut fds, Some(&Timespec::default())) == Ok(0) {
+                return;
+            }
+        }
+    }
+
+    #[test]
+    fn the_end_of_input_follows_the_last_frame_of_a_turn() {
+        for frames in [0, 1, STEPS_PER_TURN - 1, STEPS_PER_TURN, 2 * STEPS_PER_TURN] {
+            let (mut connection, mut program) = pair();
+            for _ in 0..frames {
+                assert!(connection.call.push_input(vec![7]).is_ok());
+            }
+            assert!(connection.call.end_input().is_ok());
+            serve(&mut connection);
+            program.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+            let mut received = Vec::new();
+            let read = program.read_to_end(&mut received);
+            assert_eq!((read.ok(), received.len()), (Some(frames), frames));
+            assert!(!connection.wanted().contains(PollFlags::OUT));
+        }
     }
 }
