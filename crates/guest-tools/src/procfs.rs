@@ -46,13 +46,22 @@ pub fn process_ids() -> impl Iterator<Item = i32> {
 /// The flag of the kernel's own threads, which a virtual machine lists like processes.
 const KERNEL_THREAD: i64 = 0x0020_0000;
 
+/// The text of `/proc/PID/stat`. The name in it may hold any byte, so it need not be UTF-8.
+fn stat(pid: i32) -> Option<String> {
+    let bytes = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The name of the program, and the fields after it. The name is in parentheses and may hold others, so the last one ends it.
+fn name_and_fields(stat: &str) -> Option<(&str, Vec<&str>)> {
+    let (before, after) = stat.rsplit_once(')')?;
+    Some((before.split_once('(')?.1, after.split_ascii_whitespace().collect()))
+}
+
 /// A process, if it runs.
 pub fn process(pid: i32) -> Option<Process> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name is in parentheses and may hold any character, so the fields are counted from the last parenthesis.
-    let (before, after) = stat.rsplit_once(')')?;
-    let name = before.split_once('(')?.1.to_owned();
-    let fields: Vec<&str> = after.split_ascii_whitespace().collect();
+    let stat = stat(pid)?;
+    let (name, fields) = name_and_fields(&stat)?;
     let number = |index: usize| fields.get(index)?.parse::<i64>().ok();
     let (state, parent, session, flags, began, pages) =
         (fields.first()?, number(1)?, number(3)?, number(6)?, number(19)?, number(21)?);
@@ -64,7 +73,7 @@ pub fn process(pid: i32) -> Option<Process> {
         parent: i32::try_from(parent).ok()?,
         began: u64::try_from(began).ok()?,
         session: i32::try_from(session).ok()?,
-        name,
+        name: name.to_owned(),
         resident_bytes: u64::try_from(pages).ok()? * rustix::param::page_size() as u64,
     })
 }
@@ -92,8 +101,8 @@ pub fn cpu_time_ms() -> u64 {
 
 /// User and system time of a process and of its children that it has waited for.
 fn cpu_ticks(pid: i32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
+    let stat = stat(pid)?;
+    let (_, fields) = name_and_fields(&stat)?;
     fields.get(11..15)?.iter().map(|field| field.parse::<u64>().ok()).sum()
 }
 
@@ -188,6 +197,31 @@ mod tests {
         assert!(own.began <= now_ticks() + 1);
         assert!(process_ids().any(|pid| pid == own.pid));
         assert!(processes().iter().all(|other| other.pid != own.pid));
+    }
+
+    #[test]
+    fn processes_with_hostile_names_are_read() {
+        use std::ffi::OsStr;
+        use std::os::unix::ffi::OsStrExt;
+        use std::os::unix::process::CommandExt;
+        use std::process::{Command, Stdio};
+
+        let directory = tempfile::tempdir().unwrap();
+        for name in [&b"a\xff"[..], b") R 1 1 (", b"a) Z 1 1\n1 1", b"\n", b"\xe2\x82", b"(", b")"] {
+            // A process is called as the file that it was started from.
+            let program = directory.path().join(OsStr::from_bytes(name));
+            std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
+            let mut child =
+                Command::new(program).arg0("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+            let pid = child.id().cast_signed();
+            let (found, ticks) = (processes().into_iter().find(|one| one.pid == pid), cpu_ticks(pid));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let found = found.unwrap_or_else(|| panic!("{} is not found", name.escape_ascii()));
+            assert_eq!(found.parent, std::process::id().cast_signed());
+            assert_eq!(found.name, String::from_utf8_lossy(name));
+            assert!(ticks.is_some(), "{}", name.escape_ascii());
+        }
     }
 
     #[test]
