@@ -4,6 +4,7 @@
 //! the queue is bounded by the credit that the tool granted.
 
 use std::collections::VecDeque;
+use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
 
@@ -26,6 +27,8 @@ pub(crate) struct Call {
     state: Mutex<State>,
     changed: Condvar,
     wake: OnceLock<Arc<Wake>>,
+    /// The socket of a CONNECT call. A thread that reads or writes it returns when the call is cancelled.
+    socket: OnceLock<Arc<TcpStream>>,
     /// An ACCEPT call, which a listener's thread serves.
     is_accept: bool,
 }
@@ -80,6 +83,7 @@ impl Call {
             state: Mutex::default(),
             changed: Condvar::new(),
             wake: OnceLock::new(),
+            socket: OnceLock::new(),
             is_accept: false,
         }
     }
@@ -123,12 +127,27 @@ impl Call {
         }
     }
 
-    /// Called by the reader thread.
+    /// Called by the reader thread, and by a tool whose input thread shall end.
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
         // Taking the lock orders this after a waiter's check of the flag.
         drop(self.state());
         self.notify();
+        self.shut_down_socket();
+    }
+
+    /// Shuts the socket down when the call is cancelled.
+    pub(crate) fn shut_down_on_cancel(&self, socket: &Arc<TcpStream>) {
+        let _ = self.socket.set(Arc::clone(socket));
+        if self.is_cancelled() {
+            self.shut_down_socket();
+        }
+    }
+
+    fn shut_down_socket(&self) {
+        if let Some(socket) = self.socket.get() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {
@@ -303,6 +322,7 @@ pub(crate) mod tests {
             state: Mutex::default(),
             changed: Condvar::new(),
             wake: OnceLock::from(wake),
+            socket: OnceLock::new(),
             is_accept: true,
         }
     }

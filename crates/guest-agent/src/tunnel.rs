@@ -21,20 +21,19 @@ const READ_BYTES: usize = 16 * 1024;
 
 /// Carries bytes both ways until the program ends its side, or the call is cancelled.
 pub(crate) fn run(call: &Arc<Call>, message: &ConnectCall) -> Result<(), ErrorDetail> {
-    let mut socket = connect(call, message)?;
+    let socket = Arc::new(connect(call, message)?);
     if message.probe {
         return Ok(());
     }
     let _ = socket.set_nodelay(true);
-    let lost = |error: std::io::Error| ErrorDetail::new(ErrorCode::Unavailable, error.to_string());
-    let sending = socket.try_clone().map_err(lost)?;
-    let fed = Arc::clone(call);
-    if !workers::spawn_thread("tunnel", move || send_input(&fed, sending)) {
+    call.shut_down_on_cancel(&socket);
+    let (fed, sending) = (Arc::clone(call), Arc::clone(&socket));
+    if !workers::spawn_thread("tunnel", move || send_input(&fed, &sending)) {
         return Err(ErrorDetail::new(ErrorCode::LimitReached, "the sandbox can't start another thread"));
     }
     let mut buffer = vec![0; READ_BYTES];
     let result = loop {
-        match socket.read(&mut buffer) {
+        match (&*socket).read(&mut buffer) {
             Ok(0) => break Ok(()),
             Ok(length) => {
                 if let Err(error) = call.send_data(Kind::Stdout, &buffer[..length]) {
@@ -42,10 +41,10 @@ pub(crate) fn run(call: &Arc<Call>, message: &ConnectCall) -> Result<(), ErrorDe
                 }
             }
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(error) => break Err(lost(error)),
+            Err(error) => break Err(ErrorDetail::new(ErrorCode::Unavailable, error.to_string())),
         }
     };
-    // Ends the thread that waits for input.
+    // Ends the other thread, which waits for input or for the program to read.
     call.cancel();
     result
 }
@@ -70,19 +69,17 @@ fn connect(call: &Call, message: &ConnectCall) -> Result<TcpStream, ErrorDetail>
     }
 }
 
-/// Passes input to the program. At its end the sending side of the socket is closed.
-fn send_input(call: &Call, mut socket: TcpStream) {
-    let how = loop {
-        match call.next_input() {
-            Ok(Some(bytes)) => {
-                if socket.write_all(&bytes).is_err() {
-                    break Shutdown::Both;
-                }
-            }
-            Ok(None) => break Shutdown::Write,
-            Err(_) => break Shutdown::Both,
+/// Passes input to the program. At its end the sending side of the socket is closed; reading continues.
+fn send_input(call: &Call, mut socket: &TcpStream) {
+    // A cancelled call has shut the socket down.
+    while let Ok(input) = call.next_input() {
+        let Some(bytes) = input else {
+            let _ = socket.shutdown(Shutdown::Write);
+            return;
+        };
+        if socket.write_all(&bytes).is_err() {
+            let _ = socket.shutdown(Shutdown::Both);
+            return;
         }
-    };
-    let _ = socket.shutdown(how);
-    // A cancelled call ends the reading side, too; after the end of the input reading continues.
+    }
 }

@@ -70,6 +70,14 @@ impl Agent {
         std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap().count()
     }
 
+    /// The names of the agent's threads.
+    pub(crate) fn thread_names(&self) -> Vec<String> {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).unwrap();
+        let names = threads.map(|thread| std::fs::read_to_string(thread.unwrap().path().join("comm")));
+        // A thread may end meanwhile.
+        names.filter_map(|name| Some(name.ok()?.trim_end().to_owned())).collect()
+    }
+
     /// The agent's resident memory.
     pub(crate) fn resident_kib(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
