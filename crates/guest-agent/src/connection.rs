@@ -24,7 +24,7 @@ use crate::workers::Refused;
 use crate::{dispatch, log};
 
 /// Channels that may be open at once.
-const MAX_CONNECTIONS: usize = 8;
+pub(crate) const MAX_CONNECTIONS: usize = 8;
 /// The size of the read buffer.
 const READ_BYTES: usize = 64 * 1024;
 
@@ -74,14 +74,15 @@ type Pending = (Frame, Arc<Call>);
 /// An ACCEPT call, and where it is parked.
 type ParkedCall = (Arc<Parking>, Arc<Call>);
 
-/// Serves a channel in the background. `keep` is dropped when the channel ends.
+/// Serves a channel in the background, unless `most` channels are open. `keep` is dropped when the channel ends.
 pub(crate) fn serve_in_background(
     agent: &Arc<Agent>,
     input: OwnedFd,
     output: OwnedFd,
     keep: Option<OwnedFd>,
+    most: usize,
 ) {
-    if CONNECTIONS.fetch_add(1, Ordering::SeqCst) >= MAX_CONNECTIONS {
+    if CONNECTIONS.fetch_add(1, Ordering::SeqCst) >= most {
         CONNECTIONS.fetch_sub(1, Ordering::SeqCst);
         log("a channel was refused: too many are open");
         return;

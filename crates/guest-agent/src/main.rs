@@ -81,7 +81,7 @@ fn init() -> Result<(), String> {
     let agent = Agent::start();
     let listener = handover::listen()?;
     let (input, output) = take_stdio()?;
-    connection::serve_in_background(&agent, input, output, None);
+    connection::serve_in_background(&agent, input, output, None, connection::MAX_CONNECTIONS);
     let accepting = std::sync::Arc::clone(&agent);
     workers::spawn_thread("accept", move || handover::accept_channels(&accepting, &listener));
     agent.run_until_signalled();

@@ -121,7 +121,9 @@ fn serve() -> Result<(), String> {
 fn accept_channels(agent: &Arc<Agent>, listener: &vsock::Listener) {
     loop {
         match listener.accept() {
-            Ok((input, output)) => connection::serve_in_background(agent, input, output, None),
+            Ok((input, output)) => {
+                connection::serve_in_background(agent, input, output, None, connection::MAX_CONNECTIONS);
+            }
             Err(Errno::INTR) => {}
             Err(error) => {
                 log(&format!("a channel could not be taken: {error}"));

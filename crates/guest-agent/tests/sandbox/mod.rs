@@ -48,8 +48,19 @@ pub(crate) struct Agent {
 impl Agent {
     /// Starts the real agent on a socket.
     pub(crate) async fn start() -> Self {
+        Self::start_by(&mut Command::new(env!("CARGO_BIN_EXE_emergent-guest"))).await
+    }
+
+    /// Starts the real agent as the first process of further namespaces. `child` is its parent.
+    pub(crate) async fn start_as_first_process() -> Self {
+        let mut unshare = Command::new("unshare");
+        unshare.args(["--pid", "--mount-proc", "--fork", "--kill-child"]);
+        Self::start_by(unshare.arg(env!("CARGO_BIN_EXE_emergent-guest"))).await
+    }
+
+    async fn start_by(command: &mut Command) -> Self {
         let (host, guest) = UnixStream::pair().unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_emergent-guest"))
+        let child = command
             .arg("init")
             .stdin(Stdio::from(OwnedFd::from(guest.try_clone().unwrap())))
             .stdout(Stdio::from(OwnedFd::from(guest)))
