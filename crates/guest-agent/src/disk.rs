@@ -7,10 +7,11 @@
 //! over and growing  the process that has written the most is killed
 //! ```
 
+use std::collections::VecDeque;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use emergent_wire::tools::WORKSPACE_DIR;
@@ -18,12 +19,14 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 use rustix::process::{Pid, Signal};
 
 use crate::agent::Agent;
-use crate::{log, procfs, workers};
+use crate::{family, log, procfs, workers};
 
 /// A measurement is used for at least this long, and for ten times as long as it took.
 const MEASURE_EVERY: Duration = Duration::from_secs(2);
 /// The levels of warnings.
 const WARN_PERCENT: [u64; 3] = [80, 90, 100];
+/// Commands with a killed process that are recorded.
+const MAX_VICTIMS: usize = 64;
 
 /// The state of the watched disk.
 #[derive(Default)]
@@ -33,6 +36,8 @@ pub(crate) struct Watch {
     warned_percent: AtomicU64,
     watching: AtomicBool,
     killed: AtomicU64,
+    /// The tags of the commands that the killed processes belonged to.
+    victims: Mutex<VecDeque<String>>,
 }
 
 #[derive(Clone, Copy)]
@@ -77,6 +82,15 @@ impl Watch {
     /// The number of processes that were killed for writing over the limit.
     pub(crate) fn kills(&self) -> u64 {
         self.killed.load(Ordering::SeqCst)
+    }
+
+    /// Whether a process of this command was killed for writing over the limit.
+    pub(crate) fn has_killed(&self, tag: &str) -> bool {
+        self.victims().iter().any(|victim| victim == tag)
+    }
+
+    fn victims(&self) -> MutexGuard<'_, VecDeque<String>> {
+        self.victims.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The note for a command's caller; `kills` is the number of kills before the command.
@@ -137,6 +151,12 @@ impl Watch {
         };
         if let Some(pid) = Pid::from_raw(writer.pid) {
             self.killed.fetch_add(1, Ordering::SeqCst);
+            let mut victims = self.victims();
+            victims.extend(family::tag_of(writer.pid));
+            if victims.len() > MAX_VICTIMS {
+                victims.pop_front();
+            }
+            drop(victims);
             let _ = rustix::process::kill_process(pid, Signal::KILL);
             log(&format!(
                 "{}: {} (pid {}), which wrote the most, was killed",

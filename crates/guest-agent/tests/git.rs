@@ -10,9 +10,10 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 use emergent_guest_client::CallError;
-use emergent_guest_protocol::{GitFailureReason, GuestCall};
+use emergent_guest_protocol::{BashCall, Configuration, GitFailureReason, GuestCall};
 use emergent_wire::git::{GitAction, GitAnswer, GitRequest};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::tools::{BashAnswer, BashRequest};
+use emergent_wire::{ErrorCode, ErrorDetail, OperationId};
 use sandbox::{Agent, WORKSPACE_BYTES, inside};
 
 /// Runs git beside the agent.
@@ -214,4 +215,47 @@ fn a_clone_whose_connection_broke_was_interrupted() {
         assert!(clone(&agent, &url).await.unwrap().success);
         daemon.stop();
     });
+}
+
+#[test]
+fn a_process_that_was_killed_for_writing_is_not_the_reason_of_another_command() {
+    /// Writes until it is killed, and has then written more than any other process here.
+    const WRITE: &str = "while printf '%0262144d' 0; do sleep 0.1; done > /workspace/large";
+    inside(
+        "a_process_that_was_killed_for_writing_is_not_the_reason_of_another_command",
+        WORKSPACE_BYTES,
+        async || {
+            let agent = Agent::start().await;
+            let limited = Configuration { watched_disk_bytes: Some(1 << 20), ..Configuration::default() };
+            let configured = agent.client.start(&GuestCall::Configure(limited)).await.unwrap();
+            configured.answer::<serde_json::Value>().await.unwrap();
+            let server = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let url = format!("http://{}/a.git", server.local_addr().unwrap());
+            let request = GitRequest {
+                repository_url: Some(url),
+                path: Some("clone".into()),
+                ..GitRequest::new(GitAction::Clone)
+            };
+            let clone = agent.client.start(&GuestCall::Git(request)).await.unwrap();
+            // git waits for an answer while the other command is killed.
+            let (first, _) = server.accept().unwrap();
+            let bash = BashCall {
+                operation_id: OperationId::generate(),
+                request: BashRequest { command: WRITE.to_owned(), ..BashRequest::default() },
+                stream: false,
+                collect: false,
+            };
+            let bash: BashAnswer =
+                agent.client.start(&GuestCall::Bash(bash)).await.unwrap().answer().await.unwrap();
+            assert!(bash.notes.iter().any(|note| note.contains("was killed")), "{bash:?}");
+            answer(first, "404 Not Found");
+            std::thread::spawn(move || {
+                server.incoming().for_each(|next| answer(next.unwrap(), "404 Not Found"))
+            });
+            match clone.answer::<GitAnswer>().await.unwrap_err() {
+                CallError::Failed(error) => assert_eq!(told(Err(error)), (ErrorCode::GitFailed, None)),
+                error => panic!("{error}"),
+            }
+        },
+    );
 }

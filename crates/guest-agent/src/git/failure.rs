@@ -29,9 +29,10 @@ impl SpaceWatch {
 
     pub(super) fn look(&mut self) {
         let Ok(found) = rustix::fs::statvfs(&self.directory) else { return };
-        // File systems without a fixed number of inodes report 0 of 0.
+        // File systems without a fixed number of blocks or inodes report 0 of 0.
+        let has_no_block = found.f_blocks > 0 && found.f_bavail * found.f_frsize < FULL_BELOW_BYTES;
         let has_no_inode = found.f_files > 0 && found.f_favail == 0;
-        self.was_full |= has_no_inode || found.f_bavail * found.f_frsize < FULL_BELOW_BYTES;
+        self.was_full |= has_no_block || has_no_inode;
     }
 
     pub(super) fn was_full(&self) -> bool {
@@ -105,4 +106,17 @@ fn endpoint(git: &Git, transfer: &Transfer<'_>) -> Option<Endpoint> {
     let url = push_url().or_else(fetch_url)?;
     let proxy = git.first_line(&["config", "--get-urlmatch", "http.proxy", &url]);
     Endpoint::of(&url, proxy.as_deref(), &git.environment())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_system_that_reports_no_size_is_not_full() {
+        let mut watch = SpaceWatch::new(Path::new("/proc"));
+        assert_eq!(rustix::fs::statvfs("/proc").unwrap().f_blocks, 0);
+        watch.look();
+        assert!(!watch.was_full());
+    }
 }

@@ -108,13 +108,9 @@ impl Git {
     }
 
     fn run(&self, arguments: &[&str], transfer: Option<&Transfer<'_>>) -> Result<Captured, ErrorDetail> {
-        let kills = self.agent.disk.kills();
         match self.execute(arguments, transfer)? {
             (captured, Ended::Exited(0)) => Ok(captured),
-            (mut captured, _) => {
-                captured.wrote_over_limit = self.agent.disk.kills() > kills;
-                Err(failure::error(self, arguments, &captured, transfer))
-            }
+            (captured, _) => Err(failure::error(self, arguments, &captured, transfer)),
         }
     }
 
@@ -168,10 +164,11 @@ impl Git {
         })?;
         self.agent.activity.begin();
         let wake = self.call.wake().map_err(|error| refused(&error))?;
-        let mut captured = Captured::new(&self.directory);
+        let (mut captured, tag) = (Captured::new(&self.directory), started.tag.clone());
         let outcome =
             started.run(&mut captured, Some(timeout), &self.call.cancelled, &wake, &self.agent.drain);
         captured.space.look();
+        captured.wrote_over_limit = self.agent.disk.has_killed(&tag);
         match outcome.stopped {
             Some(Stopped::Cancelled) => Err(cancelled()),
             Some(Stopped::TimedOut) => Err(ErrorDetail::new(
@@ -244,7 +241,7 @@ pub(super) struct Captured {
     /// The length of the whole standard output.
     total: usize,
     space: SpaceWatch,
-    /// A process was killed meanwhile because it wrote over the disk limit that the agent enforces.
+    /// One of the command's processes was killed because it wrote over the disk limit that the agent enforces.
     wrote_over_limit: bool,
 }
 
