@@ -6,6 +6,7 @@ mod sandbox;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -97,8 +98,14 @@ fn a_remote_that_refuses_has_another_reason_than_one_that_is_not_reached() {
         async || {
             let agent = Agent::start().await;
             let port = http_server("404 Not Found");
-            let refused = told(clone(&agent, &format!("http://127.0.0.1:{port}/a.git")).await);
-            assert_eq!(refused, (ErrorCode::GitFailed, None));
+            let mut daemon = Daemon::start(&[]);
+            for url in [
+                format!("http://127.0.0.1:{port}/a.git"),
+                format!("git://127.0.0.1:{}/no-such-repository", daemon.port),
+            ] {
+                assert_eq!(told(clone(&agent, &url).await), (ErrorCode::GitFailed, None), "{url}");
+            }
+            daemon.stop();
             let unreachable = (ErrorCode::GitFailed, Some(GitFailureReason::NetworkUnreachable));
             for url in ["http://127.0.0.1:1/a.git", "https://no-such-host.invalid/a.git"] {
                 assert_eq!(told(clone(&agent, url).await), unreachable, "{url}");
@@ -106,6 +113,119 @@ fn a_remote_that_refuses_has_another_reason_than_one_that_is_not_reached() {
             assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
         },
     );
+}
+
+/// Sets variables of the workspace.
+async fn configure(agent: &Agent, variables: &[(&str, &str)]) {
+    let environment =
+        variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    let configuration = Configuration { environment, ..Configuration::default() };
+    let call = agent.client.start(&GuestCall::Configure(configuration)).await.unwrap();
+    call.answer::<serde_json::Value>().await.unwrap();
+}
+
+/// A repository with one commit in a directory of the workspace.
+fn repository(path: &str) -> &Path {
+    let path = Path::new(path);
+    std::fs::create_dir(path).unwrap();
+    git(path, &["init", "--quiet"]);
+    git(path, &["commit", "--quiet", "--allow-empty", "--message=First"]);
+    path
+}
+
+fn in_directory(action: GitAction, path: &str) -> GitRequest {
+    GitRequest { path: Some(path.to_owned()), ..GitRequest::new(action) }
+}
+
+#[test]
+fn a_remote_that_refuses_through_a_proxy_is_reached() {
+    inside("a_remote_that_refuses_through_a_proxy_is_reached", WORKSPACE_BYTES, async || {
+        const DEAD: &str = "http://127.0.0.1:1";
+        let agent = Agent::start().await;
+        let port = http_server("404 Not Found");
+        let (url, proxy) = (format!("http://127.0.0.1:{port}/a.git"), format!("http://127.0.0.1:{port}"));
+        let refused = (ErrorCode::GitFailed, None);
+        // Neither variable is for this URL.
+        configure(&agent, &[("https_proxy", DEAD)]).await;
+        assert_eq!(told(clone(&agent, &url).await), refused);
+        configure(&agent, &[("http_proxy", DEAD), ("no_proxy", "127.0.0.1")]).await;
+        assert_eq!(told(clone(&agent, &url).await), refused);
+        configure(&agent, &[("http_proxy", DEAD)]).await;
+        let unreachable = (ErrorCode::GitFailed, Some(GitFailureReason::NetworkUnreachable));
+        assert_eq!(told(clone(&agent, &url).await), unreachable);
+        // A remote with a proxy of its own.
+        configure(&agent, &[]).await;
+        let directory = repository("/workspace/repository");
+        git(directory, &["remote", "add", "origin", "http://no-such-host.invalid/a.git"]);
+        git(directory, &["config", "remote.origin.proxy", &proxy]);
+        for action in [GitAction::Pull, GitAction::Push] {
+            assert_eq!(told(run(&agent, in_directory(action, "repository")).await), refused, "{action:?}");
+        }
+    });
+}
+
+#[test]
+fn a_push_that_a_remote_rejects_has_reached_it() {
+    /// Runs the remote's command here, as `ssh` does elsewhere.
+    const SSH: &str = "sh -c 'eval \"$2\"' ssh";
+    inside("a_push_that_a_remote_rejects_has_reached_it", WORKSPACE_BYTES, async || {
+        let agent = Agent::start().await;
+        configure(&agent, &[("GIT_SSH_COMMAND", SSH), ("GIT_SSH_VARIANT", "simple")]).await;
+        repository("/workspace/theirs");
+        let directory = repository("/workspace/ours");
+        // The name is an alias of ssh's configuration; the remote's branch is not an ancestor of this one.
+        git(directory, &["remote", "add", "origin", "git@work:/workspace/theirs"]);
+        git(directory, &["checkout", "--quiet", "-b", "other"]);
+        git(Path::new("/workspace/theirs"), &["checkout", "--quiet", "-b", "other"]);
+        git(directory, &["commit", "--quiet", "--allow-empty", "--amend", "--message=Other"]);
+        let error = run(&agent, in_directory(GitAction::Push, "ours")).await.unwrap_err();
+        assert!(error.message.contains("rejected"), "{error}");
+        assert_eq!((error.code, GitFailureReason::of(&error)), (ErrorCode::GitFailed, None), "{error}");
+    });
+}
+
+#[test]
+fn a_git_that_can_not_be_started_does_not_make_a_directory_no_repository() {
+    inside(
+        "a_git_that_can_not_be_started_does_not_make_a_directory_no_repository",
+        WORKSPACE_BYTES,
+        async || {
+            let agent = Agent::start().await;
+            repository("/workspace/repository");
+            // Fails once, and can't be started again.
+            std::fs::create_dir("/workspace/bin").unwrap();
+            let program = Path::new("/workspace/bin/git");
+            std::fs::write(program, "#!/bin/sh\nchmod a-x \"$0\"\nexit 128\n").unwrap();
+            std::fs::set_permissions(program, PermissionsExt::from_mode(0o755)).unwrap();
+            configure(&agent, &[("PATH", "/workspace/bin:/usr/bin:/bin")]).await;
+            let failed = run(&agent, in_directory(GitAction::Status, "repository")).await;
+            assert_eq!(told(failed), (ErrorCode::GitFailed, None));
+        },
+    );
+}
+
+#[test]
+fn a_remote_that_breaks_connections_or_is_broken_does_not_answer() {
+    inside("a_remote_that_breaks_connections_or_is_broken_does_not_answer", WORKSPACE_BYTES, async || {
+        let agent = Agent::start().await;
+        let resetting = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = resetting.local_addr().unwrap().port();
+        std::thread::spawn(move || {
+            for stream in resetting.incoming() {
+                // Bytes that were not read make the close a reset.
+                stream.unwrap().peek(&mut [0]).unwrap();
+            }
+        });
+        let unreachable = (ErrorCode::GitFailed, Some(GitFailureReason::NetworkUnreachable));
+        for url in [
+            format!("http://127.0.0.1:{port}/a.git"),
+            format!("https://127.0.0.1:{port}/a.git"),
+            format!("git://127.0.0.1:{port}/a.git"),
+            format!("http://127.0.0.1:{}/a.git", http_server("503 Service Unavailable")),
+        ] {
+            assert_eq!(told(clone(&agent, &url).await), unreachable, "{url}");
+        }
+    });
 }
 
 #[test]

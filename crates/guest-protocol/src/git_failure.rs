@@ -12,7 +12,8 @@ const REASON: &str = "reason";
 pub enum GitFailureReason {
     /// The remote asked for credentials, or rejected those that it got.
     AuthenticationRequired,
-    /// The remote's name does not resolve, or its port does not accept connections.
+    /// The remote does not answer: its name does not resolve, the connection fails or breaks, or a server in front of it
+    /// reports an error of its own. The operation can be repeated.
     NetworkUnreachable,
     /// The transfer of a clone failed, and succeeded when it was repeated: the clone can be repeated.
     TransferInterrupted,

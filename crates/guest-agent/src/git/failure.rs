@@ -1,5 +1,5 @@
 //! The reason of a failed git command. Only facts decide: git's reports to its credential helper, free space, exit statuses,
-//! a connection. git's messages are for people; their wording changes between versions.
+//! the remote's answer. git's messages are for people; their wording changes between versions.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use emergent_guest_protocol::GitFailureReason;
 use emergent_wire::git_url::redact_urls;
 use emergent_wire::{ErrorCode, ErrorDetail};
 
-use super::remote::Endpoint;
+use super::remote;
 use super::run::{Captured, Git, Transfer};
 
 /// The part of git's messages that an error holds.
@@ -63,7 +63,7 @@ pub(super) fn error(
             failed("; clone a repository first, or give its directory as path")
         }
         GitFailureReason::NetworkUnreachable => {
-            failed("; the remote can't be reached from the workspace: check its address and the network")
+            failed("; the remote does not answer: check its address and the network, or try again")
         }
         GitFailureReason::TransferInterrupted => failed("; the transfer was interrupted: try again"),
         GitFailureReason::DiskFull => ErrorDetail::new(
@@ -86,26 +86,10 @@ fn reason(
     if captured.disk_was_full() {
         return Some(GitFailureReason::DiskFull);
     }
-    if action != "clone" && !git.succeeds(&["rev-parse", "--git-dir"]) {
+    if action != "clone" && git.fails(&["rev-parse", "--git-dir"]) {
         return Some(GitFailureReason::NotARepository);
     }
-    let endpoint = endpoint(git, transfer?)?;
-    (endpoint.is_reachable(git) == Some(false)).then_some(GitFailureReason::NetworkUnreachable)
-}
-
-/// The endpoint that a transfer connects to. git itself applies its settings to the remote's name or URL.
-fn endpoint(git: &Git, transfer: &Transfer<'_>) -> Option<Endpoint> {
-    let push_url = || {
-        let remote = transfer.remote.filter(|_| transfer.is_push)?;
-        git.first_line(&["remote", "get-url", "--push", remote])
-    };
-    let fetch_url = || {
-        let arguments: Vec<&str> = ["ls-remote", "--get-url"].into_iter().chain(transfer.remote).collect();
-        git.first_line(&arguments)
-    };
-    let url = push_url().or_else(fetch_url)?;
-    let proxy = git.first_line(&["config", "--get-urlmatch", "http.proxy", &url]);
-    Endpoint::of(&url, proxy.as_deref(), &git.environment())
+    remote::does_not_answer(git, transfer?).then_some(GitFailureReason::NetworkUnreachable)
 }
 
 #[cfg(test)]

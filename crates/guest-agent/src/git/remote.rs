@@ -1,86 +1,52 @@
-//! Finds out whether a remote can be reached: its name resolves, and its port accepts a TCP connection.
+//! Finds out, after a failed transfer, whether its remote answers. git itself asks (`ls-remote`), so its settings apply:
+//! proxies, replaced URLs, certificates.
 
-use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::time::Duration;
+use emergent_wire::ErrorCode;
 
-use url::Url;
+use super::run::{Git, Transfer};
+use crate::reaper::Ended;
 
-use crate::git::run::Git;
+/// The transports whose answers git's trace shows. For ssh it shows none: its aliases, proxies and keys are its own.
+const TRACED: [&str; 3] = ["http://", "https://", "git://"];
+/// Makes git write the messages of HTTP and of its own protocol to standard error.
+const TRACE: [(&str, &str); 3] =
+    [("GIT_TRACE_CURL", "1"), ("GIT_TRACE_CURL_NO_DATA", "1"), ("GIT_TRACE_PACKET", "1")];
 
-/// The time for one connection.
-const CONNECT_TIME: Duration = Duration::from_secs(3);
-/// The addresses of a name that are tried.
-const MAX_ADDRESSES: usize = 4;
-/// The variables that name a proxy for HTTP and HTTPS.
-const PROXY_VARIABLES: [&str; 6] =
-    ["https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"];
-
-/// A host and a port.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Endpoint {
-    host: String,
-    port: u16,
-}
-
-impl Endpoint {
-    /// The endpoint that git connects to for this URL; none for a path or an unknown scheme.
-    fn of_url(url: &str) -> Option<Self> {
-        if !url.contains("://") {
-            // `user@host:path`; a path with a colon after a slash is a file.
-            let (before, _) = url.split_once(':')?;
-            let host = before.rsplit('@').next().filter(|host| !host.is_empty() && !before.contains('/'))?;
-            return Some(Self { host: host.trim_matches(['[', ']']).to_owned(), port: 22 });
-        }
-        let url = Url::parse(url).ok()?;
-        let usual = match url.scheme() {
-            "https" => 443,
-            "http" => 80,
-            "ssh" | "git+ssh" | "ssh+git" => 22,
-            "git" => 9418,
-            _ => return None,
-        };
-        let host = url.host_str()?.trim_matches(['[', ']']).to_owned();
-        Some(Self { host, port: url.port().unwrap_or(usual) })
+/// Whether the remote of a failed transfer does not answer as a git server: its name does not resolve, the connection fails or
+/// breaks, or a server in front of it reports an error of its own. False when that can't be found out.
+pub(super) fn does_not_answer(git: &Git, transfer: &Transfer<'_>) -> bool {
+    let get_url: Vec<&str> = ["ls-remote", "--get-url"].into_iter().chain(transfer.remote).collect();
+    let Some(url) = git.first_line(&get_url) else { return false };
+    let push_url = || {
+        let remote = transfer.remote.filter(|_| transfer.is_push)?;
+        git.first_line(&["remote", "get-url", "--push", remote]).filter(|push_url| *push_url != url)
+    };
+    let push_url = push_url();
+    if !TRACED.iter().any(|scheme| push_url.as_ref().unwrap_or(&url).starts_with(scheme)) {
+        return false;
     }
-
-    /// The endpoint for this URL, or the proxy in front of it.
-    pub(super) fn of(url: &str, proxy: Option<&str>, environment: &BTreeMap<String, String>) -> Option<Self> {
-        if !url.starts_with("http://") && !url.starts_with("https://") {
-            return Self::of_url(url);
+    let mut ask = vec!["ls-remote", "--quiet"];
+    // A remote has settings of its own, so it is asked by its name.
+    ask.extend(push_url.as_deref().or(transfer.remote).into_iter().flat_map(|remote| [remote, "HEAD"]));
+    match git.with_variables(TRACE).probe(&ask) {
+        Ok((captured, Ended::Exited(status))) => {
+            status != 0 && !is_refusal(&String::from_utf8_lossy(&captured.stderr))
         }
-        let variable = || PROXY_VARIABLES.iter().find_map(|name| environment.get(*name).map(String::as_str));
-        match proxy.or_else(variable).filter(|proxy| !proxy.is_empty()) {
-            Some(proxy) if proxy.contains("://") => Self::of_url(proxy),
-            Some(proxy) => Self::of_url(&format!("http://{proxy}")),
-            None => Self::of_url(url),
-        }
-    }
-
-    /// Whether the endpoint accepts a connection; none when that can't be found out.
-    pub(super) fn is_reachable(&self, git: &Git) -> Option<bool> {
-        let addresses = match self.host.parse::<IpAddr>() {
-            Ok(address) => vec![address],
-            Err(_) => resolve(git, &self.host)?,
-        };
-        let mut tried = addresses.iter().take(MAX_ADDRESSES);
-        Some(
-            tried
-                .any(|ip| TcpStream::connect_timeout(&SocketAddr::new(*ip, self.port), CONNECT_TIME).is_ok()),
-        )
+        Ok(_) => false,
+        Err(error) => error.code == ErrorCode::DeadlineExceeded,
     }
 }
 
-/// The addresses of a name, as the image's `getent` finds them: the agent is static and has no name service of its own. None
-/// where the image has no `getent`.
-fn resolve(git: &Git, name: &str) -> Option<Vec<IpAddr>> {
-    let output = git.run_program("getent", &["ahosts", name])?;
-    let mut addresses: Vec<IpAddr> = String::from_utf8_lossy(&output)
-        .lines()
-        .filter_map(|line| line.split_ascii_whitespace().next()?.parse().ok())
-        .collect();
-    addresses.dedup();
-    Some(addresses)
+/// Whether the remote has refused the request: its last HTTP status is an error of the client, or it has sent an ERR packet.
+fn is_refusal(trace: &str) -> bool {
+    /// The client shall repeat the request: it was too slow, or has sent too many.
+    const TEMPORARY: [u16; 2] = [408, 429];
+    let is_final = |status: u16| (400..500).contains(&status) && !TEMPORARY.contains(&status);
+    let last_status = trace.lines().rev().find_map(|line| {
+        let (_, status_line) = line.split_once(": HTTP/")?;
+        status_line.split_ascii_whitespace().nth(1)?.parse().ok()
+    });
+    last_status.is_some_and(is_final) || trace.lines().any(|line| line.contains("< ERR "))
 }
 
 #[cfg(test)]
@@ -88,29 +54,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_endpoint_is_that_of_the_url_or_of_the_proxy() {
-        let of = |url| Endpoint::of_url(url).map(|found| format!("{} {}", found.host, found.port));
-        for (url, endpoint) in [
-            ("https://host.example/a/b", "host.example 443"),
-            ("http://user:secret@host.example:8080/a", "host.example 8080"),
-            ("https://[2001:db8::1]:444/a", "2001:db8::1 444"),
-            ("https://[2001:db8::1]/a", "2001:db8::1 443"),
-            ("ssh://git@host.example/a", "host.example 22"),
-            ("git@host.example:a/b.git", "host.example 22"),
-            ("git://host.example/a", "host.example 9418"),
-        ] {
-            assert_eq!(of(url).as_deref(), Some(endpoint), "{url}");
+    fn the_last_status_and_an_error_packet_are_refusals() {
+        let status = |status: &str| {
+            format!(
+                "1:2 http.c:872    => Send header: GET /a.git/info/refs HTTP/1.1\n\
+                 1:2 http.c:872    <= Recv header: HTTP/{status}\n\
+                 1:2 http.c:872    <= Recv header: Server: x\n"
+            )
+        };
+        for refused in ["1.1 404 Not Found", "2 403", "1.0 401 Unauthorized"] {
+            assert!(is_refusal(&status(refused)), "{refused}");
         }
-        for url in ["/srv/a.git", "./a:b", "a", "file:///srv/a", "ext::sh", "https://", "http://host:port/"] {
-            assert!(of(url).is_none() || url == "ext::sh", "{url}");
+        for unclear in ["1.1 200 OK", "2 503", "1.1 429 Too Many Requests", "1.1"] {
+            assert!(!is_refusal(&status(unclear)), "{unclear}");
         }
-        let none = BTreeMap::new();
-        let proxy = BTreeMap::from([("https_proxy".to_owned(), "http://proxy.example:3128".to_owned())]);
-        let host =
-            |url, setting, environment| Endpoint::of(url, setting, environment).map(|found| found.host);
-        assert_eq!(host("https://host.example/a", None, &none).as_deref(), Some("host.example"));
-        assert_eq!(host("https://host.example/a", None, &proxy).as_deref(), Some("proxy.example"));
-        assert_eq!(host("https://host.example/a", Some("other:1"), &proxy).as_deref(), Some("other"));
-        assert_eq!(host("git@host.example:a", None, &proxy).as_deref(), Some("host.example"));
+        let connected = status("1.1 200 Connection established");
+        assert!(is_refusal(&format!("{connected}{}", status("2 404"))));
+        assert!(!is_refusal(&format!("{}{}", status("1.1 404 Not Found"), status("1.1 502 Bad Gateway"))));
+        assert!(is_refusal("1:2 pkt-line.c:80   packet:  ls-remote< ERR access denied\n"));
+        assert!(!is_refusal("1:2 pkt-line.c:80   packet:  ls-remote< version 2\nfatal: early EOF\n"));
+        assert!(!is_refusal(""));
     }
 }

@@ -25,7 +25,7 @@ const FALLBACK_IDENTITY: [(&str, &str); 2] = [("NAME", "Emergent Agent"), ("EMAI
 /// The keys of git's configuration that name an author or a committer.
 const IDENTITY_KEYS: &str = r"^(user|author|committer)\.(name|email)$";
 
-/// The time for a program that helps to find the reason of a failure.
+/// The time for a command that helps to find the reason of a failure.
 const PROBE_TIME: Duration = Duration::from_secs(10);
 /// The settings of every git command.
 const SETTINGS: [&str; 4] =
@@ -37,8 +37,8 @@ pub(super) struct Git {
     call: Arc<Call>,
     program: PathBuf,
     pub(super) directory: PathBuf,
-    /// Variables for the parts of an identity that are not configured.
-    identity: BTreeMap<String, String>,
+    /// Variables besides those of every git command.
+    variables: BTreeMap<String, String>,
 }
 
 impl Git {
@@ -50,8 +50,8 @@ impl Git {
                 "the image has no git: install it, or use an image that has it",
             )
         })?;
-        let identity = BTreeMap::new();
-        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory, identity })
+        let variables = BTreeMap::new();
+        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory, variables })
     }
 
     /// The same in another directory.
@@ -61,7 +61,7 @@ impl Git {
             call: Arc::clone(&self.call),
             program: self.program.clone(),
             directory: directory.to_owned(),
-            identity: self.identity.clone(),
+            variables: self.variables.clone(),
         }
     }
 
@@ -70,8 +70,15 @@ impl Git {
         // Exits with an error when no key is set.
         let list = ["config", "--name-only", "--get-regexp", IDENTITY_KEYS];
         let keys = self.execute(&list, None).map(|(captured, _)| captured.stdout).unwrap_or_default();
-        let identity = missing_identity(&String::from_utf8_lossy(&keys), &self.agent.environment());
-        Self { identity, ..self.at(&self.directory) }
+        let variables = missing_identity(&String::from_utf8_lossy(&keys), &self.agent.environment());
+        Self { variables, ..self.at(&self.directory) }
+    }
+
+    /// The same with further variables.
+    pub(super) fn with_variables<const N: usize>(&self, further: [(&str, &str); N]) -> Self {
+        let mut git = self.at(&self.directory);
+        git.variables.extend(further.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        git
     }
 
     /// The standard output of a command that succeeds.
@@ -84,9 +91,19 @@ impl Git {
         matches!(self.execute(arguments, None), Ok((_, Ended::Exited(0))))
     }
 
-    /// The first line of a command's standard output, if it succeeds and prints one.
+    /// Whether a command exits with another status. One that can't be started does not.
+    pub(super) fn fails(&self, arguments: &[&str]) -> bool {
+        matches!(self.execute(arguments, None), Ok((_, Ended::Exited(status))) if status != 0)
+    }
+
+    /// Runs a command that helps to find the reason of a failure.
+    pub(super) fn probe(&self, arguments: &[&str]) -> Result<(Captured, Ended), ErrorDetail> {
+        self.execute_within(PROBE_TIME, arguments, None)
+    }
+
+    /// The first line of a probe's standard output, if it succeeds and prints one.
     pub(super) fn first_line(&self, arguments: &[&str]) -> Option<String> {
-        let (captured, Ended::Exited(0)) = self.execute(arguments, None).ok()? else { return None };
+        let (captured, Ended::Exited(0)) = self.probe(arguments).ok()? else { return None };
         let text = String::from_utf8(captured.stdout).ok()?;
         text.lines().next().filter(|line| !line.is_empty()).map(str::to_owned)
     }
@@ -120,6 +137,15 @@ impl Git {
         arguments: &[&str],
         transfer: Option<&Transfer<'_>>,
     ) -> Result<(Captured, Ended), ErrorDetail> {
+        self.execute_within(Duration::from_millis(MAX_TIMEOUT_MS), arguments, transfer)
+    }
+
+    fn execute_within(
+        &self,
+        timeout: Duration,
+        arguments: &[&str],
+        transfer: Option<&Transfer<'_>>,
+    ) -> Result<(Captured, Ended), ErrorDetail> {
         if !self.directory.is_dir() {
             let message = format!("{} is not a directory", self.directory.display());
             return Err(ErrorDetail::new(ErrorCode::FileNotFound, message));
@@ -128,39 +154,16 @@ impl Git {
         let mut all: Vec<&str> = SETTINGS.iter().flat_map(|setting| ["-c", setting]).collect();
         all.extend(helper.iter().flat_map(|setting| ["-c", setting]));
         all.extend(arguments);
-        self.execute_program(&self.program, &all, Duration::from_millis(MAX_TIMEOUT_MS))
-    }
-
-    /// The standard output of another program of the image, empty when it takes too long; none when the image does not have
-    /// it or it can't be run.
-    pub(super) fn run_program(&self, name: &str, arguments: &[&str]) -> Option<Vec<u8>> {
-        let path = self.agent.environment().remove("PATH").unwrap_or_default();
-        let program = find_program(&path, name)?;
-        match self.execute_program(&program, arguments, PROBE_TIME) {
-            Ok((captured, _)) => Some(captured.stdout),
-            Err(error) if error.code == ErrorCode::DeadlineExceeded => Some(Vec::new()),
-            Err(_) => None,
-        }
-    }
-
-    fn execute_program(
-        &self,
-        program: &Path,
-        arguments: &[&str],
-        timeout: Duration,
-    ) -> Result<(Captured, Ended), ErrorDetail> {
-        let environment = self.environment();
         let started = command::start(
             &self.agent.reaper,
-            program,
-            arguments,
+            &self.program,
+            &all,
             &self.directory,
-            &environment,
+            &self.environment(),
             &Input::Nothing,
         )
         .map_err(|error| {
-            let message = format!("{} can't be started: {error}", program.display());
-            ErrorDetail::new(ErrorCode::Unacceptable, message)
+            ErrorDetail::new(ErrorCode::Unacceptable, format!("git can't be started: {error}"))
         })?;
         self.agent.activity.begin();
         let wake = self.call.wake().map_err(|error| refused(&error))?;
@@ -179,7 +182,7 @@ impl Git {
         }
     }
 
-    pub(super) fn environment(&self) -> BTreeMap<String, String> {
+    fn environment(&self) -> BTreeMap<String, String> {
         let mut environment = self.agent.environment();
         let mut set = |name: &str, value: &str| {
             environment.insert(name.to_owned(), value.to_owned());
@@ -190,7 +193,7 @@ impl Git {
         set("GIT_EDITOR", "true");
         set("GIT_OPTIONAL_LOCKS", "0");
         set("LC_ALL", "C.UTF-8");
-        environment.extend(self.identity.clone());
+        environment.extend(self.variables.clone());
         environment
     }
 }
