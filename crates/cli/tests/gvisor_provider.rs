@@ -150,10 +150,7 @@ async fn named_volume_creation() {
     assert!(exists("volume", &id));
     let mounts = inspect("container", &id)["Mounts"].clone();
     let mount = mounts.as_array().unwrap().iter().find(|mount| mount["Destination"] == "/workspace").unwrap();
-    assert_eq!(
-        (&mount["Name"], &mount["Type"]),
-        (&json!(format!("agent-workspace-{id}")), &json!("volume"))
-    );
+    assert_eq!((&mount["Name"], &mount["Type"]), (&json!(format!("agent-workspace-{id}")), &json!("volume")));
     server.destroy(&id).await;
     server.stop();
 }
