@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use emergent_test_support::command::run;
 use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::AsyncReadExt;
@@ -85,16 +86,14 @@ const QUARANTINE: &str = "/api/v1/agent/workspaces/quarantine";
 
 /// Waits until this number of disks is in quarantine.
 async fn wait_for_quarantine(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
-    let begun = std::time::Instant::now();
-    loop {
+    let mut found = Vec::new();
+    wait_until("the disks are in quarantine", Duration::from_secs(100), async || {
         let listed = server.request("GET", QUARANTINE, None).await.ok();
-        let found = listed["snapshots"].as_array().unwrap().clone();
-        if found.len() == count && found.iter().all(|each| each["size_bytes"].is_u64()) {
-            return found;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(100), "{listed}\n{}", server.log());
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+        found = listed["snapshots"].as_array().unwrap().clone();
+        found.len() == count && found.iter().all(|each| each["size_bytes"].is_u64())
+    })
+    .await;
+    found
 }
 
 /// Restores a disk in quarantine, makes a workspace of it, and returns the workspace's id.
@@ -231,7 +230,8 @@ async fn streams_end_when_their_token_is_revoked() {
     assert_eq!((events.status(), stream.status()), (200.try_into().unwrap(), 200.try_into().unwrap()));
     let waiting = tokio::spawn(bash(command).send());
     let running = || async { server.bash(&id, "grep -c -a -l '^sleep' /proc/[0-9]*/cmdline | wc -l").await };
-    while running().await.trim() != "2" {}
+    let limit = Duration::from_secs(60);
+    wait_until("both commands run", limit, async || running().await.trim() == "2").await;
     server.request("DELETE", &format!("/api/v1/tokens/{token}"), None).await.ok();
     let all = async {
         let answer = waiting.await.unwrap().unwrap();
@@ -241,7 +241,7 @@ async fn streams_end_when_their_token_is_revoked() {
         assert!(stream.bytes().await.is_err());
     };
     tokio::time::timeout(Duration::from_secs(10), all).await.expect("the streams end");
-    while running().await.trim() != "0" {}
+    wait_until("both commands have ended", limit, async || running().await.trim() == "0").await;
     server.destroy(&id).await;
     server.stop();
 }
@@ -266,16 +266,14 @@ async fn concurrent_first_creates_share_one_network() {
 
 /// Waits until this number of workspaces exists, and all are ready.
 async fn wait_for_workspaces(server: &TestServer, count: usize) -> Vec<serde_json::Value> {
-    let begun = std::time::Instant::now();
-    loop {
+    let mut all = Vec::new();
+    wait_until("this number of workspaces is ready", Duration::from_secs(90), async || {
         let listed = server.request("GET", WORKSPACES, None).await.ok();
-        let all = listed["workspaces"].as_array().unwrap().clone();
-        if all.len() == count && all.iter().all(|one| one["status"] == "ready") {
-            return all;
-        }
-        assert!(begun.elapsed() < Duration::from_secs(90), "not {count} ready workspaces: {listed}");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+        all = listed["workspaces"].as_array().unwrap().clone();
+        all.len() == count && all.iter().all(|one| one["status"] == "ready")
+    })
+    .await;
+    all
 }
 
 #[tokio::test]

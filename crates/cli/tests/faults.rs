@@ -3,9 +3,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::time::Duration;
+
 use emergent_test_support::command::run;
 use emergent_test_support::engine::TestEngine;
 use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
@@ -286,7 +289,7 @@ async fn killed_or_removed_sandbox_is_restarted_with_its_files() {
     // The container is killed from outside while a call runs.
     let running = server.tool(&id, "bash", json!({ "command": "echo begun > begun; sleep 60" }));
     let kill = async {
-        while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+        server.wait_for_file(&id, "begun").await;
         run("docker", &["kill", &name]);
     };
     let (answer, ()) = tokio::join!(running, kill);
@@ -332,7 +335,7 @@ async fn workspaces_recover_after_the_engine_restarts() {
         // A call that runs when the engine ends gets an answer.
         let running = server.tool(&id, "bash", json!({ "command": "echo > begun; sleep 300" }));
         let end = async {
-            while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+            server.wait_for_file(&id, "begun").await;
             tokio::task::block_in_place(|| engine.end(signal));
         };
         let (answer, ()) = tokio::join!(running, end);
@@ -352,10 +355,11 @@ async fn workspaces_recover_after_the_engine_restarts() {
         // A create succeeds at once, though the last health check failed. Recovery removes the rest of the refused create.
         let other = server.create(json!({ "network": "isolated" })).await;
         server.destroy(&other).await;
-        let mut listed = Value::Null;
-        while listed["workspaces"].as_array().is_none_or(|all| all.len() != 1) {
-            listed = server.request("GET", WORKSPACES, None).await.ok();
-        }
+        wait_until("the refused create is removed", Duration::from_secs(90), async || {
+            let listed = server.request("GET", WORKSPACES, None).await.ok();
+            listed["workspaces"].as_array().is_some_and(|all| all.len() == 1)
+        })
+        .await;
         assert_eq!(server.bash(&id, "cat file /usr/local/file").await, "kept\ninstalled\n", "{signal}");
         let seen = server.workspace(&id).await;
         assert_eq!(seen["status"], "ready", "{seen}");

@@ -163,10 +163,12 @@ async fn idle_workspaces_are_stopped_and_used_ones_are_not() {
     };
     let (answer, stopped) = tokio::join!(running, others);
     assert_eq!(answer.ok()["stdout"], "done\n", "after {stopped}");
-    let mut seen = server.request("GET", &operation, None).await.ok();
-    while seen["status"] == "running" {
+    let mut seen = Value::Null;
+    wait_until("the command has ended", Duration::from_secs(60), async || {
         seen = server.request("GET", &operation, None).await.ok();
-    }
+        seen["status"] != "running"
+    })
+    .await;
     assert_eq!(seen["stdout"], "done\n", "{seen}");
     server.advance_clock(15);
     for id in [&busy, &with_background] {

@@ -3,10 +3,12 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::process::Command;
+use std::time::Duration;
 
 use emergent_test_support::command::run;
 use emergent_test_support::server::{TestServer, WORKSPACES};
-use serde_json::json;
+use emergent_test_support::wait::wait_until;
+use serde_json::{Value, json};
 
 const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 
@@ -16,19 +18,24 @@ async fn background_commands_survive_a_killed_server() {
     let id = server.create(json!({})).await;
     let command = "for i in $(seq 1 1000); do echo tick $i; sleep 0.1; done";
     let path = server.start_in_background(&id, command).await;
-    let mut before = server.request("GET", &path, None).await.ok();
-    while before["next_offset"] == 0 {
+    let limit = Duration::from_secs(60);
+    let mut before = Value::Null;
+    wait_until("the command has output", limit, async || {
         before = server.request("GET", &path, None).await.ok();
-    }
+        before["next_offset"] != 0
+    })
+    .await;
     server.kill();
     server.start_again().await;
     assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
     // The command continued, and its output can be read from the last offset.
     let offset = before["next_offset"].as_u64().unwrap();
-    let mut after = server.request("GET", &format!("{path}?offset={offset}"), None).await.ok();
-    while after["next_offset"].as_u64() == Some(offset) {
+    let mut after = Value::Null;
+    wait_until("the command has more output", limit, async || {
         after = server.request("GET", &format!("{path}?offset={offset}"), None).await.ok();
-    }
+        after["next_offset"].as_u64() != Some(offset)
+    })
+    .await;
     assert_eq!(after["status"], "running");
     let all = server.request("GET", &path, None).await.ok();
     let joined = format!("{}{}", before["stdout"].as_str().unwrap(), after["stdout"].as_str().unwrap());
@@ -75,7 +82,7 @@ async fn kill_during_creates_and_destroys_leaves_nothing() {
         }
         let destroy = server.client().delete(format!("{url}/{doomed}")).bearer_auth(&server.token).send();
         tokio::spawn(destroy);
-        tokio::time::sleep(std::time::Duration::from_millis(pause_ms)).await;
+        tokio::time::sleep(Duration::from_millis(pause_ms)).await;
         server.kill();
         server.start_again().await;
         // Ready workspaces are kept. Incomplete creates are undone, and incomplete destroys are finished. A complete create is kept,

@@ -268,10 +268,10 @@ async fn first_stop_signal_waits_for_calls_and_the_second_does_not() {
     let pid = server.pid().to_string();
     let (url, client) = (format!("{}/health/live", server.url), reqwest::Client::new());
     let signal = async {
-        while server.bash(&id, "cat begun 2>/dev/null || true").await.is_empty() {}
+        server.wait_for_file(&id, "begun").await;
         run("kill", &[&pid]);
-        // New connections are refused.
-        while client.get(&url).send().await.is_ok() {}
+        let is_refused = async || client.get(&url).send().await.is_err();
+        wait_until("new connections are refused", LIMIT, is_refused).await;
     };
     let (answer, ()) = tokio::join!(running("echo > begun; sleep 2; echo done"), signal);
     let answer: Value = answer.unwrap().json().await.unwrap();
@@ -284,9 +284,11 @@ async fn first_stop_signal_waits_for_calls_and_the_second_does_not() {
         request.bearer_auth(&server.token).json(&json!({ "command": command })).send().await
     };
     let signal = async {
-        while server.bash(&id, "cat again 2>/dev/null || true").await.is_empty() {}
+        server.wait_for_file(&id, "again").await;
         run("kill", &[&pid]);
-        while client.get(server.url.clone() + "/health/live").send().await.is_ok() {}
+        let url = format!("{}/health/live", server.url);
+        let is_refused = async || client.get(&url).send().await.is_err();
+        wait_until("new connections are refused", LIMIT, is_refused).await;
         run("kill", &[&pid]);
     };
     let (answer, ()) = tokio::join!(running("echo > again; sleep 300"), signal);

@@ -177,11 +177,11 @@ async fn manager_without_root_reports_it_in_its_health() {
         .current_dir(&data)
         .spawn()
         .unwrap();
-    let begun = Instant::now();
-    while !data.join("manager.sock").exists() {
-        assert!(begun.elapsed() < Duration::from_secs(30) && process.try_wait().unwrap().is_none());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the manager listens", Duration::from_secs(30), async || {
+        assert!(process.try_wait().unwrap().is_none(), "the manager has ended");
+        data.join("manager.sock").exists()
+    })
+    .await;
     let health = ask_manager(&data, "GET", "/v1/health", None).await.ok();
     process.kill().unwrap();
     process.wait().unwrap();

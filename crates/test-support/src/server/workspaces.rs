@@ -6,6 +6,7 @@ use serde_json::{Value, json};
 
 use super::request::Answer;
 use super::{START_TIME, TestServer};
+use crate::wait::wait_until;
 
 /// The path of the workspaces.
 pub const WORKSPACES: &str = "/api/v1/agent/workspaces";
@@ -51,6 +52,12 @@ impl TestServer {
         let answer = self.tool(id, "bash", request).await.ok();
         assert_eq!(answer["exit_code"], 0, "{command}: {answer}");
         answer["stdout"].as_str().expect("the output is text").to_owned()
+    }
+
+    /// Waits until a command in the workspace has written a file.
+    pub async fn wait_for_file(&self, id: &str, file: &str) {
+        let read = format!("cat {file} 2>/dev/null || true");
+        wait_until(file, START_TIME, async || !self.bash(id, &read).await.is_empty()).await;
     }
 
     /// Starts a command in the background, and returns the path of its operation.
