@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use emergent_wire::git_url::redact_urls;
 use emergent_wire::tools::{MAX_STREAM_BYTES, MAX_TIMEOUT_MS};
@@ -25,6 +25,8 @@ const FALLBACK_IDENTITY: [(&str, &str); 2] = [("NAME", "Emergent Agent"), ("EMAI
 /// The keys of git's configuration that name an author or a committer.
 const IDENTITY_KEYS: &str = r"^(user|author|committer)\.(name|email)$";
 
+/// The time for all commands of a call.
+const CALL_TIME: Duration = Duration::from_millis(MAX_TIMEOUT_MS);
 /// The time for a command that helps to find the reason of a failure.
 const PROBE_TIME: Duration = Duration::from_secs(10);
 /// The settings of every git command.
@@ -39,6 +41,8 @@ pub(super) struct Git {
     pub(super) directory: PathBuf,
     /// Variables besides those of every git command.
     variables: BTreeMap<String, String>,
+    /// The end of the call's time.
+    deadline: Instant,
 }
 
 impl Git {
@@ -50,8 +54,8 @@ impl Git {
                 "the image has no git: install it, or use an image that has it",
             )
         })?;
-        let variables = BTreeMap::new();
-        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory, variables })
+        let (variables, deadline) = (BTreeMap::new(), Instant::now() + CALL_TIME);
+        Ok(Self { agent: Arc::clone(agent), call: Arc::clone(call), program, directory, variables, deadline })
     }
 
     /// The same in another directory.
@@ -62,6 +66,7 @@ impl Git {
             program: self.program.clone(),
             directory: directory.to_owned(),
             variables: self.variables.clone(),
+            deadline: self.deadline,
         }
     }
 
@@ -137,12 +142,12 @@ impl Git {
         arguments: &[&str],
         transfer: Option<&Transfer<'_>>,
     ) -> Result<(Captured, Ended), ErrorDetail> {
-        self.execute_within(Duration::from_millis(MAX_TIMEOUT_MS), arguments, transfer)
+        self.execute_within(CALL_TIME, arguments, transfer)
     }
 
     fn execute_within(
         &self,
-        timeout: Duration,
+        most: Duration,
         arguments: &[&str],
         transfer: Option<&Transfer<'_>>,
     ) -> Result<(Captured, Ended), ErrorDetail> {
@@ -150,6 +155,7 @@ impl Git {
             let message = format!("{} is not a directory", self.directory.display());
             return Err(ErrorDetail::new(ErrorCode::FileNotFound, message));
         }
+        let timeout = time_left(self.deadline, most, Instant::now()).ok_or_else(too_late)?;
         let helper = transfer.and_then(|transfer| transfer.observer.setting().ok());
         let mut all: Vec<&str> = SETTINGS.iter().flat_map(|setting| ["-c", setting]).collect();
         all.extend(helper.iter().flat_map(|setting| ["-c", setting]));
@@ -174,10 +180,7 @@ impl Git {
         captured.wrote_over_limit = self.agent.disk.has_killed(&tag);
         match outcome.stopped {
             Some(Stopped::Cancelled) => Err(cancelled()),
-            Some(Stopped::TimedOut) => Err(ErrorDetail::new(
-                ErrorCode::DeadlineExceeded,
-                format!("git did not end within {} s and was stopped", timeout.as_secs()),
-            )),
+            Some(Stopped::TimedOut) => Err(too_late()),
             None => Ok((captured, outcome.ended)),
         }
     }
@@ -196,6 +199,17 @@ impl Git {
         environment.extend(self.variables.clone());
         environment
     }
+}
+
+/// The time for a command: at most `most`, and no more than its call has left. None when its call has none left.
+fn time_left(deadline: Instant, most: Duration, now: Instant) -> Option<Duration> {
+    let left = deadline.saturating_duration_since(now);
+    (!left.is_zero()).then_some(left.min(most))
+}
+
+fn too_late() -> ErrorDetail {
+    let message = format!("git did not end within {} s and was stopped", CALL_TIME.as_secs());
+    ErrorDetail::new(ErrorCode::DeadlineExceeded, message)
 }
 
 fn refused(error: &std::io::Error) -> ErrorDetail {
@@ -283,6 +297,17 @@ mod tests {
     fn missing(keys: &str, variables: &[&str]) -> Vec<String> {
         let environment = variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())).collect();
         missing_identity(keys, &environment).into_keys().collect()
+    }
+
+    #[test]
+    fn all_commands_of_a_call_share_its_time() {
+        let (begin, second) = (Instant::now(), Duration::from_secs(1));
+        let deadline = begin + CALL_TIME;
+        assert_eq!(time_left(deadline, CALL_TIME, begin), Some(CALL_TIME));
+        assert_eq!(time_left(deadline, CALL_TIME, begin + second), Some(CALL_TIME - second));
+        assert_eq!(time_left(deadline, PROBE_TIME, begin + second), Some(PROBE_TIME));
+        assert_eq!(time_left(deadline, PROBE_TIME, deadline - second), Some(second));
+        assert_eq!(time_left(deadline, PROBE_TIME, deadline), None);
     }
 
     #[test]
