@@ -7,7 +7,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use emergent_guest_client::CallError;
@@ -264,7 +264,7 @@ fn a_clone_that_fills_the_disk_and_one_that_fits_differ() {
 struct Daemon {
     process: Child,
     port: u16,
-    _repositories: tempfile::TempDir,
+    repositories: tempfile::TempDir,
 }
 
 impl Daemon {
@@ -291,7 +291,11 @@ impl Daemon {
             assert!(process.try_wait().unwrap().is_none());
             std::thread::yield_now();
         }
-        Self { process, port, _repositories: repositories }
+        Self { process, port, repositories }
+    }
+
+    fn repository(&self, name: &str) -> PathBuf {
+        self.repositories.path().join(name)
     }
 
     fn stop(&mut self) {
@@ -300,14 +304,50 @@ impl Daemon {
     }
 }
 
-/// A proxy that ends its first connection after some bytes.
-fn interrupting_proxy(to: u16) -> u16 {
+#[test]
+fn a_clone_takes_full_names_of_branches_and_tags_and_refuses_other_names() {
+    inside(
+        "a_clone_takes_full_names_of_branches_and_tags_and_refuses_other_names",
+        WORKSPACE_BYTES,
+        async || {
+            let agent = Agent::start().await;
+            let mut daemon = Daemon::start(&[("project", 1 << 10)]);
+            let repository = daemon.repository("project");
+            git(&repository, &["tag", "v1"]);
+            git(&repository, &["update-ref", "refs/pull/1/head", "HEAD"]);
+            let clone = |branch: &str, limit: Option<u32>| GitRequest {
+                repository_url: Some(format!("git://127.0.0.1:{}/project", daemon.port)),
+                branch: Some(branch.to_owned()),
+                limit,
+                ..in_directory(GitAction::Clone, "clone")
+            };
+            let directory = Path::new("/workspace/clone");
+            for limit in [None, Some(1)] {
+                for (name, branch) in [("refs/heads/main", Some("main")), ("refs/tags/v1", None)] {
+                    let answer = run(&agent, clone(name, limit)).await.unwrap();
+                    assert_eq!(answer.status.unwrap().branch.as_deref(), branch, "{name}");
+                    std::fs::remove_dir_all(directory).unwrap();
+                }
+                // The remote has some of these, but a clone takes branches and tags only.
+                for name in ["refs/pull/1/head", "pull/1/head", "heads/main", "HEAD", "no-such-branch"] {
+                    let refused = told(run(&agent, clone(name, limit)).await);
+                    assert_eq!(refused, (ErrorCode::GitFailed, None), "{name}");
+                    assert!(!directory.exists());
+                }
+            }
+            daemon.stop();
+        },
+    );
+}
+
+/// A proxy that ends connections after some bytes: this number of them, or all.
+fn interrupting_proxy(to: u16, interrupted: usize) -> u16 {
     const FIRST_BYTES: u64 = 64 << 10;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
         for (number, client) in listener.incoming().enumerate() {
-            let limit = if number == 0 { FIRST_BYTES } else { u64::MAX };
+            let limit = if number < interrupted { FIRST_BYTES } else { u64::MAX };
             let (mut client, server) = (client.unwrap(), TcpStream::connect(("127.0.0.1", to)).unwrap());
             let (mut requests, mut forward) = (client.try_clone().unwrap(), server.try_clone().unwrap());
             std::thread::spawn(move || {
@@ -328,8 +368,12 @@ fn a_clone_whose_connection_broke_was_interrupted() {
     inside("a_clone_whose_connection_broke_was_interrupted", WORKSPACE_BYTES, async || {
         let agent = Agent::start().await;
         let mut daemon = Daemon::start(&[("project", 1 << 20)]);
-        let url = format!("git://127.0.0.1:{}/project", interrupting_proxy(daemon.port));
+        let url =
+            |interrupted| format!("git://127.0.0.1:{}/project", interrupting_proxy(daemon.port, interrupted));
         let expected = (ErrorCode::GitFailed, Some(GitFailureReason::TransferInterrupted));
+        // The remote answers short requests.
+        assert_eq!(told(clone(&agent, &url(usize::MAX)).await), expected);
+        let url = url(1);
         assert_eq!(told(clone(&agent, &url).await), expected);
         assert_eq!(std::fs::read_dir("/workspace").unwrap().count(), 0);
         assert!(clone(&agent, &url).await.unwrap().success);

@@ -15,7 +15,7 @@ pub enum GitFailureReason {
     /// The remote does not answer: its name does not resolve, the connection fails or breaks, or a server in front of it
     /// reports an error of its own. The operation can be repeated.
     NetworkUnreachable,
-    /// The transfer of a clone failed, and succeeded when it was repeated: the clone can be repeated.
+    /// The transfer of a clone failed, although the remote answers and has the branch. The clone can be repeated.
     TransferInterrupted,
     /// The directory is not in a repository.
     NotARepository,

@@ -70,14 +70,14 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
     arguments.extend(depth.as_deref());
     // A remote lists branches and tags, not commits: a commit is fetched after the clone.
     let commit = request.branch.as_deref().filter(|name| is_commit(name));
-    let name = request.branch.as_deref().filter(|_| commit.is_none());
+    let name = request.branch.as_deref().filter(|_| commit.is_none()).map(short_name);
     if let Some(name) = name {
         arguments.extend(["--branch", name]);
     }
     arguments.extend(["--", url, &place]);
     let parent = git.at(target.parent());
     if let Err(error) = parent.transfer(&arguments, Some(url)) {
-        return Err(explain_failed_clone(git, &target, request, error));
+        return Err(explain_failed_clone(git, &target, url, name, depth.as_deref(), error));
     }
     if let Some(commit) = commit {
         let cloned = git.at(target.place());
@@ -93,10 +93,22 @@ fn clone(agent: &Agent, git: &Git, request: &GitRequest) -> Result<GitAnswer, Er
     Ok(GitAnswer { status: Some(status(git)?), ..GitAnswer::default() })
 }
 
-/// Finds the reason of a failed clone by repeating its transfer as a fetch. git removes the files of a failed transfer of a
-/// clone, so a disk that was full has room again; a failed fetch leaves its files, and [`Target`] removes them. A fetch that
-/// succeeds shows that the transfer was interrupted.
-fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error: ErrorDetail) -> ErrorDetail {
+/// The name of a branch or tag as `git clone` takes it. Where a branch and a tag have the same name, git takes the branch.
+fn short_name(name: &str) -> &str {
+    name.strip_prefix("refs/heads/").or_else(|| name.strip_prefix("refs/tags/")).unwrap_or(name)
+}
+
+/// Finds the reason of a failed clone. A remote that does not list the branch has refused it. Otherwise the transfer is
+/// repeated as a fetch: git removes the files of a failed transfer of a clone, so a disk that was full has room again; a failed
+/// fetch leaves its files, and [`Target`] removes them.
+fn explain_failed_clone(
+    git: &Git,
+    target: &Target,
+    url: &str,
+    name: Option<&str>,
+    depth: Option<&str>,
+    error: ErrorDetail,
+) -> ErrorDetail {
     let is_unknown = error.code == ErrorCode::GitFailed && GitFailureReason::of(&error).is_none();
     // After a complete transfer git keeps the repository: the checkout failed.
     let has_repository = target.place().join(".git").exists();
@@ -104,30 +116,42 @@ fn explain_failed_clone(git: &Git, target: &Target, request: &GitRequest, error:
         return error;
     }
     let repeated = git.at(target.place());
+    let Some(reference) = listed_reference(&repeated, url, name) else { return error };
     if !repeated.succeeds(&["init", "--quiet", "--bare"]) {
         return error;
     }
-    let url = request.repository_url.as_deref().unwrap_or_default();
-    let depth = request.limit.map(|limit| format!("--depth={limit}"));
     let mut fetch = vec!["fetch", "--no-progress", "--quiet"];
-    fetch.extend(depth.as_deref());
+    fetch.extend(depth);
     fetch.extend(["--", url]);
-    fetch.push(match (request.branch.as_deref(), request.limit) {
-        (Some(branch), _) => branch,
-        (None, Some(_)) => "HEAD",
-        (None, None) => "+refs/heads/*:refs/remotes/origin/*",
-    });
+    // As `git clone` does: all branches and tags, or one of them with a limited history.
+    match depth {
+        Some(_) => fetch.push(&reference),
+        None => fetch.extend(["+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*"]),
+    }
     match repeated.transfer(&fetch, Some(url)) {
         Err(found) if found.code == ErrorCode::DiskFull => {
             let message = format!("the workspace's disk is full: {}", error.message);
             ErrorDetail { message, ..found }
         }
-        Ok(_) => {
+        // No network can have interrupted it.
+        Err(_) if url.starts_with('/') => error,
+        _ => {
             let message = format!("{}; the transfer was interrupted: try again", error.message);
             GitFailureReason::TransferInterrupted.add_to(ErrorDetail::new(ErrorCode::GitFailed, message))
         }
-        Err(_) => error,
     }
+}
+
+/// The full name of a remote's branch or tag, or HEAD; none when the remote does not list it.
+fn listed_reference(git: &Git, url: &str, name: Option<&str>) -> Option<String> {
+    let names = match name {
+        Some(name) => vec![format!("refs/heads/{name}"), format!("refs/tags/{name}")],
+        None => vec!["HEAD".to_owned()],
+    };
+    let list: Vec<&str> =
+        ["ls-remote", "--", url].into_iter().chain(names.iter().map(String::as_str)).collect();
+    let line = git.first_line(&list)?;
+    line.split_once('\t').map(|(_, reference)| reference.to_owned())
 }
 
 /// The target directory of a clone. git needs an empty directory. A directory that holds only `.emergent` gets the clone in a
