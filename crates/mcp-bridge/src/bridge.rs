@@ -177,22 +177,14 @@ impl Bridge {
         (self.state().routes.join(sender), receiver)
     }
 
-    /// Adds a client that receives only answers to its requests.
+    /// Adds a client that receives only answers to its requests. It can't subscribe, and needs not leave.
     pub fn visitor(&self) -> ClientId {
         self.state().routes.new_client()
     }
 
     /// Removes a client; its requests are cancelled.
     pub fn leave(&self, client: ClientId) {
-        let mut state = self.state();
-        let lines = state.routes.leave(client);
-        let writer = state.writer.clone();
-        drop(state);
-        if let Some(writer) = writer {
-            for line in lines {
-                let _ = writer.try_send(Queued { line, _room: None });
-            }
-        }
+        self.tell_process(|routes| routes.leave(client));
     }
 
     /// Waits until the process takes requests. Fails at once when no process is about to start.
@@ -276,11 +268,11 @@ impl Bridge {
 
     /// Sends a client's notification to the process.
     pub async fn notify(&self, client: ClientId, message: &Message<'_>) -> Result<(), BridgeError> {
-        let line = self.state().routes.notification(client, message, self.0.role);
-        match line {
-            Some(line) => self.queue(line).await,
-            None => Ok(()),
+        let lines = self.state().routes.notification(client, message, self.0.role);
+        for line in lines {
+            self.queue(line).await?;
         }
+        Ok(())
     }
 
     /// Sends a client's answer to a request of the process. False when the process has sent no such request.
@@ -309,8 +301,16 @@ impl Bridge {
 
     /// Cancels a request and tells the process.
     pub(crate) fn cancel(&self, own: u64) {
+        self.tell_process(|routes| routes.cancel(own));
+    }
+
+    /// Puts lines into the queue of the process as far as there is room.
+    fn tell_process(&self, lines: impl FnOnce(&mut Routes) -> Vec<String>) {
         let mut state = self.state();
-        if let (Some(line), Some(writer)) = (state.routes.cancel(own), state.writer.clone()) {
+        let lines = lines(&mut state.routes);
+        let Some(writer) = state.writer.clone() else { return };
+        drop(state);
+        for line in lines {
             let _ = writer.try_send(Queued { line, _room: None });
         }
     }

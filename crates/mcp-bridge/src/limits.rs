@@ -12,3 +12,7 @@ pub(crate) const CLIENT_QUEUE: usize = 64;
 pub(crate) const MAX_PENDING: usize = 4096;
 /// The requests of the process that wait for the client's answer.
 pub(crate) const MAX_ASKED: usize = 256;
+/// The subscriptions of a client.
+pub(crate) const MAX_SUBSCRIPTIONS: usize = 256;
+/// The bytes in the URIs of a client's subscriptions.
+pub(crate) const MAX_SUBSCRIPTION_BYTES: usize = 64 << 10;

@@ -4,16 +4,20 @@
 //! progress with that id goes to the client of the request, with the client's id and token. So clients can't see or disturb
 //! each other by their choice of ids, and an answer that comes late or twice is ignored.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+mod subscriptions;
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
 use emergent_mcp_protocol::envelope::{
-    Id, Kind, Members, Message, error_line, notification_line, request_line, result_line,
+    Id, Kind, Members, Message, error_line, notification_line, result_line,
 };
 use emergent_mcp_protocol::{codes, meta, methods};
 
+use self::subscriptions::{Subscriptions, subscription_uri};
 use crate::error::BridgeError;
 use crate::limits::MAX_ASKED;
 
@@ -64,7 +68,7 @@ pub(crate) struct Pending {
     raw_id: String,
     id: Id,
     progress_token: Option<String>,
-    /// The resource that the request subscribes to.
+    /// The resource to which the client is subscribed by the process's answer.
     subscribes: Option<String>,
     /// Whether the request wants the server's log messages (modern era).
     wants_logs: bool,
@@ -79,7 +83,7 @@ pub(crate) struct Routes {
     pending: BTreeMap<u64, Pending>,
     by_client: HashMap<(ClientId, Id), u64>,
     clients: BTreeMap<ClientId, mpsc::Sender<String>>,
-    subscriptions: BTreeMap<String, BTreeSet<ClientId>>,
+    subscriptions: Subscriptions,
     /// Requests of the process without an answer.
     asked: HashSet<Id>,
 }
@@ -126,14 +130,9 @@ impl Routes {
         self.clients.remove(&client);
         let asked: Vec<u64> =
             self.pending.iter().filter(|(_, pending)| pending.client == client).map(|(id, _)| *id).collect();
-        let mut lines: Vec<String> = asked.into_iter().filter_map(|id| self.cancel(id)).collect();
-        let uris: Vec<String> = self.subscriptions.keys().cloned().collect();
-        for uri in uris {
-            if self.unsubscribe(&uri, client) {
-                self.newest += 1;
-                lines.push(subscription_line(self.newest, methods::RESOURCES_UNSUBSCRIBE, &uri));
-            }
-        }
+        let mut lines: Vec<String> = asked.into_iter().flat_map(|id| self.cancel(id)).collect();
+        let uris = self.subscriptions.remove_client(client);
+        lines.extend(uris.iter().filter_map(|uri| self.unsubscribe_if_unwanted(uri)));
         lines
     }
 
@@ -151,25 +150,13 @@ impl Routes {
         if self.by_client.contains_key(&(client, id.clone())) {
             return Sent::DuplicateId;
         }
-        let mut subscribes = None;
-        if role == Role::Shared
-            && let Some(uri) = subscription_uri(message)
-        {
-            let is_known = match message.method.as_deref() {
-                Some(methods::RESOURCES_SUBSCRIBE) => {
-                    let subscribers = self.subscriptions.entry(uri.clone()).or_default();
-                    let is_known = !subscribers.is_empty();
-                    subscribers.insert(client);
-                    subscribes = Some(uri);
-                    is_known
-                }
-                // The process keeps the subscription while other clients have it.
-                _ => !self.unsubscribe(&uri, client),
-            };
-            if is_known {
-                return Sent::Answered(result_line(raw_id, "{}"));
-            }
-        }
+        let subscribes = match role {
+            Role::Shared => match self.subscription(client, message, raw_id) {
+                ControlFlow::Continue(subscribes) => subscribes,
+                ControlFlow::Break(answer) => return Sent::Answered(answer),
+            },
+            Role::Exclusive => None,
+        };
         self.newest += 1;
         let own = self.newest;
         let own_text = own.to_string();
@@ -186,10 +173,20 @@ impl Routes {
         Sent::Line(own, line)
     }
 
-    /// Removes a request. Gives the line for the process.
-    pub(crate) fn cancel(&mut self, own: u64) -> Option<String> {
-        self.remove(own)?;
-        Some(notification_line(methods::CANCELLED, Some(&format!("{{\"requestId\":{own}}}"))))
+    /// Removes a request. Gives the lines for the process.
+    pub(crate) fn cancel(&mut self, own: u64) -> Vec<String> {
+        let Some(pending) = self.remove(own) else {
+            return Vec::new();
+        };
+        let cancelled = notification_line(methods::CANCELLED, Some(&format!("{{\"requestId\":{own}}}")));
+        self.after_cancellation(cancelled, &pending)
+    }
+
+    /// The lines of a cancellation. The process may have subscribed before it reads them.
+    fn after_cancellation(&mut self, cancelled: String, pending: &Pending) -> Vec<String> {
+        let mut lines = vec![cancelled];
+        lines.extend(pending.subscribes.as_deref().and_then(|uri| self.unsubscribe_if_unwanted(uri)));
+        lines
     }
 
     fn remove(&mut self, own: u64) -> Option<Pending> {
@@ -198,28 +195,31 @@ impl Routes {
         Some(pending)
     }
 
-    /// Gives the line for the process of a client's notification, if there is one.
+    /// Gives the lines for the process of a client's notification.
     pub(crate) fn notification(
         &mut self,
         client: ClientId,
         message: &Message<'_>,
         role: Role,
-    ) -> Option<String> {
-        match message.method.as_deref()? {
-            methods::CANCELLED => {
-                let id = Id::of(message.param("requestId")?)?;
-                let own = *self.by_client.get(&(client, id))?;
-                let params = message.params_with("requestId", &own.to_string())?;
-                let pending = self.remove(own)?;
-                let _ = pending.sender.try_send(Item::Cancelled);
-                Some(message.to_line(&[("params", &params)]))
-            }
+    ) -> Vec<String> {
+        let is_shared = role == Role::Shared;
+        match message.method.as_deref().unwrap_or_default() {
+            methods::CANCELLED => self.cancelled_by_client(client, message).unwrap_or_default(),
             // The bridge sends this itself.
-            methods::INITIALIZED if role == Role::Shared => None,
+            methods::INITIALIZED if is_shared => Vec::new(),
             // They answer requests of the process, which are refused.
-            methods::PROGRESS | methods::ROOTS_CHANGED if role == Role::Shared => None,
-            _ => Some(message.to_line(&[])),
+            methods::PROGRESS | methods::ROOTS_CHANGED if is_shared => Vec::new(),
+            _ => vec![message.to_line(&[])],
         }
+    }
+
+    fn cancelled_by_client(&mut self, client: ClientId, message: &Message<'_>) -> Option<Vec<String>> {
+        let id = Id::of(message.param("requestId")?)?;
+        let own = *self.by_client.get(&(client, id))?;
+        let params = message.params_with("requestId", &own.to_string())?;
+        let pending = self.remove(own)?;
+        let _ = pending.sender.try_send(Item::Cancelled);
+        Some(self.after_cancellation(message.to_line(&[("params", &params)]), &pending))
     }
 
     /// Gives the line for the process of a client's answer, if the process has sent that request.
@@ -242,9 +242,9 @@ impl Routes {
             return Taken::Late;
         };
         if let Some(uri) = &pending.subscribes
-            && message.members.get("error").is_some()
+            && message.members.get("error").is_none()
         {
-            self.unsubscribe(uri, pending.client);
+            self.subscriptions.insert(uri, pending.client);
         }
         let line = message.to_line(&[("id", &pending.raw_id)]);
         let line = with_subscription_id(&line, own, &pending.raw_id, "result").unwrap_or(line);
@@ -313,9 +313,7 @@ impl Routes {
             return if is_sent { Taken::Routed } else { Taken::Dropped("the client does not listen") };
         }
         let listeners: Vec<ClientId> = match subscription_uri(message) {
-            Some(uri) if method == methods::RESOURCE_UPDATED => {
-                self.subscriptions.get(&uri).into_iter().flatten().copied().collect()
-            }
+            Some(uri) if method == methods::RESOURCE_UPDATED => self.subscriptions.clients_of(&uri).collect(),
             _ => self.clients.keys().copied().collect(),
         };
         if method == methods::LOG_MESSAGE {
@@ -349,19 +347,6 @@ impl Routes {
         }
     }
 
-    /// Removes a client from a subscription. True when it was the last one.
-    fn unsubscribe(&mut self, uri: &str, client: ClientId) -> bool {
-        let Some(subscribers) = self.subscriptions.get_mut(uri) else {
-            return true;
-        };
-        let was_there = subscribers.remove(&client);
-        let is_empty = subscribers.is_empty();
-        if is_empty {
-            self.subscriptions.remove(uri);
-        }
-        is_empty && was_there
-    }
-
     /// Fails all requests, because the process ended.
     pub(crate) fn fail_all(&mut self, why: &Arc<str>) {
         self.asked.clear();
@@ -378,16 +363,6 @@ impl Routes {
             return false;
         };
         pending.sender.try_send(Item::failed(&pending.raw_id, error)).is_ok()
-    }
-
-    /// The lines that renew all subscriptions with a new process.
-    pub(crate) fn subscription_lines(&mut self) -> Vec<String> {
-        let uris: Vec<String> = self.subscriptions.keys().cloned().collect();
-        let mut line = |uri: &String| {
-            self.newest += 1;
-            subscription_line(self.newest, methods::RESOURCES_SUBSCRIBE, uri)
-        };
-        uris.iter().map(&mut line).collect()
     }
 
     /// Sends a line to all clients.
@@ -418,18 +393,6 @@ fn is_about_the_server(method: &str) -> bool {
 
 fn wants_logs(message: &Message<'_>) -> bool {
     message.meta().is_some_and(|own| own.get(meta::LOG_LEVEL).is_some())
-}
-
-fn subscription_uri(message: &Message<'_>) -> Option<String> {
-    let named = matches!(
-        message.method.as_deref()?,
-        methods::RESOURCES_SUBSCRIBE | methods::RESOURCES_UNSUBSCRIBE | methods::RESOURCE_UPDATED
-    );
-    serde_json::from_str(message.param("uri").filter(|_| named)?).ok()
-}
-
-fn subscription_line(id: u64, method: &str, uri: &str) -> String {
-    request_line(id, method, Some(&serde_json::json!({ "uri": uri }).to_string()))
 }
 
 /// The line with the client's own id of the subscription in the `_meta` of `member`.

@@ -254,6 +254,152 @@ async fn a_subscription_lasts_until_its_last_client_and_only_subscribers_get_its
     assert_eq!(world.read_one().await["method"], "resources/unsubscribe");
 }
 
+fn subscribe(id: u64, uri: &str) -> Value {
+    request(&json!(id), "resources/subscribe", &json!({ "uri": uri }))
+}
+
+#[tokio::test]
+async fn a_client_without_a_session_cannot_subscribe() {
+    let mut world = World::new(Role::Shared);
+    let visitor = world.bridge.visitor();
+    for method in ["resources/subscribe", "resources/unsubscribe"] {
+        let message = request(&json!(7), method, &json!({ "uri": "file:///x" }));
+        let answer = item(&mut world.ask(visitor, &message).await).await;
+        assert_eq!((&answer["id"], &answer["error"]["code"]), (&json!(7), &json!(-32600)), "{answer}");
+        assert!(answer["error"]["message"].as_str().unwrap().contains("session"), "{answer}");
+    }
+    // The process has seen neither.
+    let _other = world.ask(visitor, &request(&json!(8), "tools/list", &json!({}))).await;
+    assert_eq!(world.read_one().await["method"], "tools/list");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_subscription_without_an_answer_of_the_process_does_not_exist() {
+    let mut world = World::new(Role::Shared);
+    let (client, mut told) = world.bridge.join();
+    let uris = ["file:///late", "file:///cancelled", "file:///dropped", "file:///refused", "file:///lost"];
+    let within = Duration::from_millis(50);
+    let mut late = world.ask_within(client, &subscribe(1, uris[0]), within).await;
+    world.read_one().await;
+    assert_eq!(item(&mut late).await["error"]["code"], -32001);
+    let _cancelled = world.ask(client, &subscribe(2, uris[1])).await;
+    let cancel =
+        json!({ "jsonrpc": "2.0", "method": "notifications/cancelled", "params": { "requestId": 2 } });
+    world.bridge.notify(client, &Message::parse(&cancel.to_string()).unwrap()).await.unwrap();
+    drop(world.ask(client, &subscribe(3, uris[2])).await);
+    let mut refused = world.ask(client, &subscribe(4, uris[3])).await;
+    // The process may have taken the requests that were cancelled, so it is told to end their subscriptions.
+    let mut told_process = Vec::new();
+    let asked = loop {
+        let line = world.read_one().await;
+        if line["params"]["uri"] == uris[3] {
+            break line;
+        }
+        told_process.push((line["method"].clone(), line["params"]["uri"].clone()));
+    };
+    for uri in &uris[..3] {
+        assert!(told_process.contains(&(json!("resources/unsubscribe"), json!(uri))), "{told_process:?}");
+    }
+    world.say(&json!({ "jsonrpc": "2.0", "id": asked["id"], "error": { "code": -32002, "message": "no" } }));
+    assert_eq!(item(&mut refused).await["error"]["code"], -32002);
+    let mut lost = world.ask(client, &subscribe(5, uris[4])).await;
+    world.read_one().await;
+    world.bridge.close("it ended", true);
+    assert_eq!(item(&mut lost).await["error"]["code"], -32000);
+
+    // The next process hears of none of them, and updates have no receiver.
+    world.outgoing = world.bridge.open();
+    let starting = tokio::spawn({
+        let bridge = world.bridge.clone();
+        async move { bridge.initialize("1.0", SOON).await }
+    });
+    let asked = world.read_one().await;
+    world.say(&answer_to(&asked, &json!({ "protocolVersion": "2025-06-18", "capabilities": {} })));
+    starting.await.unwrap().unwrap();
+    let mut other = world.ask(client, &request(&json!(6), "tools/list", &json!({}))).await;
+    assert_eq!(world.read_one().await["method"], "notifications/initialized");
+    let asked = world.read_one().await;
+    assert_eq!(asked["method"], "tools/list");
+    for uri in uris {
+        world.say(&json!({ "jsonrpc": "2.0", "method": "notifications/resources/updated", "params": { "uri": uri } }));
+    }
+    world.say(&answer_to(&asked, &json!({})));
+    item(&mut other).await;
+    assert!(told.try_recv().is_err());
+}
+
+#[tokio::test]
+async fn a_cancelled_subscription_of_one_client_leaves_that_of_another() {
+    let mut world = World::new(Role::Shared);
+    let (a, mut told_a) = world.bridge.join();
+    let (b, mut told_b) = world.bridge.join();
+    let first = world.ask(a, &subscribe(1, "file:///x")).await;
+    world.read_one().await;
+    // The process has not confirmed the first one, so it answers the second one, too.
+    let mut second = world.ask(b, &subscribe(1, "file:///x")).await;
+    let asked = world.read_one().await;
+    drop(first);
+    assert_eq!(world.read_one().await["method"], "notifications/cancelled");
+    world.say(&answer_to(&asked, &json!({})));
+    assert_eq!(item(&mut second).await["result"], json!({}));
+    let update = json!({ "jsonrpc": "2.0", "method": "notifications/resources/updated", "params": { "uri": "file:///x" } });
+    world.say(&update);
+    assert_eq!(serde_json::from_str::<Value>(&told_b.recv().await.unwrap()).unwrap(), update);
+    assert!(told_a.try_recv().is_err());
+}
+
+#[tokio::test]
+async fn an_unsubscribe_also_ends_a_subscription_that_is_not_confirmed_yet() {
+    let mut world = World::new(Role::Shared);
+    let (client, mut told) = world.bridge.join();
+    let mut first = world.ask(client, &subscribe(1, "file:///x")).await;
+    let asked_first = world.read_one().await;
+    let unsubscribe = request(&json!(2), "resources/unsubscribe", &json!({ "uri": "file:///x" }));
+    let mut second = world.ask(client, &unsubscribe).await;
+    let asked_second = world.read_one().await;
+    assert_eq!(asked_second["method"], "resources/unsubscribe");
+    world.say(&answer_to(&asked_first, &json!({})));
+    world.say(&answer_to(&asked_second, &json!({})));
+    assert_eq!((&item(&mut first).await["id"], &item(&mut second).await["id"]), (&json!(1), &json!(2)));
+    world.say(&json!({ "jsonrpc": "2.0", "method": "notifications/resources/updated", "params": { "uri": "file:///x" } }));
+    assert!(told.try_recv().is_err());
+    world.bridge.leave(client);
+    let other = world.bridge.visitor();
+    let _request = world.ask(other, &request(&json!(1), "tools/list", &json!({}))).await;
+    assert_eq!(world.read_one().await["method"], "tools/list");
+}
+
+#[tokio::test]
+async fn a_client_has_a_limited_number_of_subscriptions_and_of_bytes_in_them() {
+    let mut world = World::new(Role::Shared);
+    let (many, _told) = world.bridge.join();
+    let mut pending = Vec::new();
+    // Requests without an answer count as well.
+    for number in 0..256 {
+        let mut exchange = world.ask(many, &subscribe(number, &format!("file:///{number}"))).await;
+        let asked = world.read_one().await;
+        if number % 2 == 0 {
+            world.say(&answer_to(&asked, &json!({})));
+            item(&mut exchange).await;
+        }
+        pending.push(exchange);
+    }
+    let refused = item(&mut world.ask(many, &subscribe(900, "file:///one-more")).await).await;
+    assert_eq!(refused["error"]["code"], -32600, "{refused}");
+    assert!(refused["error"]["message"].as_str().unwrap().contains("256 subscriptions"), "{refused}");
+    // One that the client has already is no further one.
+    assert_eq!(item(&mut world.ask(many, &subscribe(901, "file:///0")).await).await["result"], json!({}));
+
+    let (long, _told) = world.bridge.join();
+    let uri = |length: usize| format!("file:///{}", "x".repeat(length - 8));
+    let too_long = item(&mut world.ask(long, &subscribe(1, &uri((64 << 10) + 1))).await).await;
+    assert_eq!(too_long["error"]["code"], -32600);
+    let _exchange = world.ask(long, &subscribe(2, &uri(64 << 10))).await;
+    assert_eq!(world.read_one().await["params"]["uri"], uri(64 << 10));
+    let one_more = item(&mut world.ask(long, &subscribe(3, "file:///x")).await).await;
+    assert_eq!(one_more["error"]["code"], -32600);
+}
+
 #[tokio::test]
 async fn requests_of_a_shared_process_are_refused_and_those_of_an_exclusive_one_reach_its_client() {
     let ask =
