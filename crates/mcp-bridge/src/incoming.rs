@@ -22,6 +22,7 @@ fn route_whole(routes: &mut Routes, role: Role, line: &[u8]) -> Taken {
         Ok(message) => routes.take(&message, role),
         Err(BadMessage::NotJson) => Taken::Dropped("a line that is not JSON"),
         Err(BadMessage::NotRpc) => Taken::Dropped("JSON that is not a JSON-RPC message"),
+        Err(BadMessage::LongId) => Taken::Dropped("a message with an id that is too long"),
     }
 }
 

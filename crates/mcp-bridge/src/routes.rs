@@ -160,7 +160,8 @@ impl Routes {
         self.newest += 1;
         let own = self.newest;
         let own_text = own.to_string();
-        let token = message.progress_token().map(str::to_owned);
+        // A token is a number or a text, as an id is.
+        let token = message.progress_token().filter(|token| Id::of(token).is_some()).map(str::to_owned);
         let params = token.as_ref().and_then(|_| message.params_with_progress_token(&own_text));
         let line = match &params {
             Some(params) => message.to_line(&[("id", &own_text), ("params", params)]),

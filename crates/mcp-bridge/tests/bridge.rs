@@ -104,6 +104,20 @@ async fn progress_goes_to_the_client_of_the_request_with_its_own_token() {
 }
 
 #[tokio::test]
+async fn ids_and_progress_tokens_over_the_limit_are_not_kept() {
+    let mut world = World::new(Role::Shared);
+    let client = world.bridge.visitor();
+    let long = "x".repeat(1 << 20);
+    // A process that does not read would fill the queue with the answers to its own requests.
+    world.say(&request(&json!(long), "ping", &json!({})));
+    let params = json!({ "_meta": { "progressToken": long } });
+    let _exchange = world.ask(client, &request(&json!(1), "tools/call", &params)).await;
+    let asked = world.read_one().await;
+    // The token stays as it is, and progress has no receiver.
+    assert_eq!((&asked["method"], &asked["params"]), (&json!("tools/call"), &params));
+}
+
+#[tokio::test]
 async fn unexpected_answers_are_ignored() {
     let mut world = World::new(Role::Shared);
     let client = world.bridge.visitor();

@@ -12,6 +12,9 @@ use serde_json::value::RawValue;
 
 use crate::codes;
 
+/// The longest id of a request, as it is written. Ids and progress tokens are kept until the answer comes.
+pub const MAX_ID_BYTES: usize = 1024;
+
 /// The members of an object, in order.
 #[derive(Clone, Debug)]
 pub struct Members<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
@@ -111,6 +114,9 @@ pub enum BadMessage {
     /// JSON, but no message.
     #[error("the message is not a JSON-RPC 2.0 request, notification or response")]
     NotRpc,
+    /// A message whose id is over the limit.
+    #[error("the id of the message is longer than {MAX_ID_BYTES} bytes")]
+    LongId,
 }
 
 impl BadMessage {
@@ -118,7 +124,7 @@ impl BadMessage {
     pub const fn code(self) -> i64 {
         match self {
             BadMessage::NotJson => codes::PARSE_ERROR,
-            BadMessage::NotRpc => codes::INVALID_REQUEST,
+            BadMessage::NotRpc | BadMessage::LongId => codes::INVALID_REQUEST,
         }
     }
 }
@@ -132,6 +138,9 @@ impl<'a> Message<'a> {
             return Err(BadMessage::NotRpc);
         }
         let method = members.text("method");
+        if members.get("id").is_some_and(|id| id.len() > MAX_ID_BYTES) {
+            return Err(BadMessage::LongId);
+        }
         let has_id = members.get("id").is_some_and(|id| id != "null");
         let is_answer = members.get("result").is_some() || members.get("error").is_some();
         let kind = match (&method, has_id) {
@@ -207,8 +216,11 @@ pub enum Id {
 }
 
 impl Id {
-    /// The id in this text; none when it is neither a number nor a string.
+    /// The id in this text; none when it is neither a number nor a string, or over the limit.
     pub fn of(raw: &str) -> Option<Self> {
+        if raw.len() > MAX_ID_BYTES {
+            return None;
+        }
         match raw.as_bytes().first()? {
             b'"' => serde_json::from_str(raw).ok().map(Id::Text),
             b'-' | b'0'..=b'9' => Some(Id::Number(raw.to_owned())),
@@ -326,6 +338,10 @@ mod tests {
             "17",
         ] {
             assert_eq!(kind(bad), Err(BadMessage::NotRpc), "{bad}");
+        }
+        for (length, expected) in [(1022, Ok(Kind::Request)), (1023, Err(BadMessage::LongId))] {
+            let id = "x".repeat(length);
+            assert_eq!(kind(&format!(r#"{{"jsonrpc":"2.0","id":"{id}","method":"ping"}}"#)), expected);
         }
         for bad in ["", "hello", "{", r#"{"jsonrpc":"2.0""#, "{}}"] {
             assert_eq!(kind(bad), Err(BadMessage::NotJson), "{bad}");
