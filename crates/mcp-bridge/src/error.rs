@@ -9,7 +9,7 @@ use crate::limits::MAX_LINE_BYTES;
 /// A request that has no answer of the server.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BridgeError {
-    /// There is no process, or it ended before it answered.
+    /// There is no process, or it ended before it answered. With every other error the process is still there.
     #[error("{0}")]
     Down(Arc<str>),
     /// The limit on requests in progress is reached.
@@ -18,7 +18,7 @@ pub enum BridgeError {
     /// The client has another request with this id in progress.
     #[error("this client has a request with this id in progress: use another id")]
     DuplicateId,
-    /// The process refused `initialize`, or its answer is not understood.
+    /// The process refused `initialize`, or its answer is not understood or too long.
     #[error("the server refused to initialize: {0}")]
     Refused(String),
     /// The process did not answer in time.

@@ -23,6 +23,8 @@ pub struct Initialized {
 
 impl Bridge {
     /// Initializes the process, renews the clients' subscriptions, and lets clients in. `version` is that of the product.
+    ///
+    /// After [`BridgeError::Down`] the process has ended. After every other error it is still there, and can't be used.
     pub async fn initialize(&self, version: &str, within: Duration) -> Result<Initialized, BridgeError> {
         let client = self.visitor();
         let params = json!({
@@ -35,6 +37,10 @@ impl Bridge {
         let answer = loop {
             match exchange.next().await {
                 Some(Item::Answer(answer)) => break answer,
+                // The process is there and can't be used, as if it had refused.
+                Some(Item::Failed { error: error @ BridgeError::AnswerTooLong(_), .. }) => {
+                    return Err(BridgeError::Refused(error.to_string()));
+                }
                 Some(Item::Failed { error, .. }) => return Err(error),
                 Some(_) => {}
                 None => return Err(BridgeError::Down("the server has just ended".into())),

@@ -268,6 +268,22 @@ async fn a_subscription_lasts_until_its_last_client_and_only_subscribers_get_its
     assert_eq!(world.read_one().await["method"], "resources/unsubscribe");
 }
 
+#[tokio::test]
+async fn a_process_whose_answer_to_initialize_is_too_long_counts_as_one_that_refuses() {
+    let bridge = Bridge::new("test", Role::Shared);
+    let mut world = World { outgoing: bridge.open(), bridge };
+    let starting = tokio::spawn({
+        let bridge = world.bridge.clone();
+        async move { bridge.initialize("1.0", SOON).await }
+    });
+    let asked = world.read_one().await;
+    world.say(&answer_to(&asked, &json!({ "instructions": "x".repeat(9 << 20) })));
+    // The process is still there: only `Down` says that it has ended.
+    let error = starting.await.unwrap().unwrap_err();
+    assert!(matches!(&error, BridgeError::Refused(why) if why.contains("bytes")), "{error:?}");
+    assert_eq!(world.bridge.phase(), Phase::Starting);
+}
+
 fn subscribe(id: u64, uri: &str) -> Value {
     request(&json!(id), "resources/subscribe", &json!({ "uri": uri }))
 }
