@@ -14,7 +14,7 @@ use emergent_mcp_protocol::methods;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Semaphore, mpsc, watch};
 
-use crate::error::BridgeError;
+use crate::error::{BridgeError, Down};
 use crate::exchange::{Exchange, ForgetOnDrop};
 use crate::incoming;
 use crate::initialize::Initialized;
@@ -29,7 +29,7 @@ pub enum Phase {
     /// There is no process.
     Down {
         /// The reason.
-        why: Arc<str>,
+        why: Down,
         /// Whether the next process is about to start.
         is_brief: bool,
     },
@@ -125,13 +125,22 @@ impl Bridge {
         Outgoing(receiver)
     }
 
-    /// Disconnects the process. All requests fail at once.
+    /// Disconnects the process, which is stopped or lost. All requests fail at once.
     pub fn close(&self, why: &str, is_brief: bool) {
+        self.disconnect(why.into(), is_brief);
+    }
+
+    /// Disconnects a process that ended by itself. All requests fail at once.
+    pub fn exited(&self, why: &str, is_brief: bool) {
+        self.disconnect(Down { why: why.into(), has_exited: true }, is_brief);
+    }
+
+    fn disconnect(&self, why: Down, is_brief: bool) {
         let mut state = self.state();
         state.writer = None;
-        state.routes.fail_all(&why.into());
+        state.routes.fail_all(&why);
         drop(state);
-        self.0.phase.send_replace(Phase::Down { why: why.into(), is_brief });
+        self.0.phase.send_replace(Phase::Down { why, is_brief });
     }
 
     /// Lets clients in without `initialize`: the clients send it themselves, or the server needs none.
@@ -194,7 +203,7 @@ impl Bridge {
             loop {
                 match &*phase.borrow_and_update() {
                     Phase::Ready => return Ok(()),
-                    Phase::Down { why, is_brief: false } => return Err(BridgeError::Down(Arc::clone(why))),
+                    Phase::Down { why, is_brief: false } => return Err(BridgeError::Down(why.clone())),
                     Phase::Down { .. } | Phase::Starting => {}
                 }
                 if phase.changed().await.is_err() {

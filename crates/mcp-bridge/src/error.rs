@@ -6,12 +6,30 @@ use emergent_mcp_protocol::codes;
 
 use crate::limits::MAX_LINE_BYTES;
 
+/// The reason that there is no process.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{why}")]
+pub struct Down {
+    /// The reason, for the client.
+    pub why: Arc<str>,
+    /// Whether the process ended by itself. If not, it was not started, it was stopped, or the connection to it was lost, which says
+    /// nothing about the process.
+    pub has_exited: bool,
+}
+
+impl From<&str> for Down {
+    /// A process that did not end by itself.
+    fn from(why: &str) -> Self {
+        Self { why: why.into(), has_exited: false }
+    }
+}
+
 /// A request that has no answer of the server.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BridgeError {
     /// There is no process, or it ended before it answered. With every other error the process is still there.
     #[error("{0}")]
-    Down(Arc<str>),
+    Down(Down),
     /// The limit on requests in progress is reached.
     #[error("too many requests wait for this server: try again later")]
     Busy,

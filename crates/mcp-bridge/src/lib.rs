@@ -21,7 +21,7 @@ mod outgoing;
 mod routes;
 
 pub use bridge::{Bridge, Phase};
-pub use error::BridgeError;
+pub use error::{BridgeError, Down};
 pub use exchange::Exchange;
 pub use initialize::Initialized;
 pub use limits::MAX_LINE_BYTES;

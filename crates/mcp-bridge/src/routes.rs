@@ -8,7 +8,6 @@ mod subscriptions;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 use tokio::sync::mpsc;
 
@@ -18,7 +17,7 @@ use emergent_mcp_protocol::envelope::{
 use emergent_mcp_protocol::{codes, meta, methods};
 
 use self::subscriptions::{Subscriptions, subscription_uri};
-use crate::error::BridgeError;
+use crate::error::{BridgeError, Down};
 use crate::limits::MAX_ASKED;
 
 /// The use of a process.
@@ -349,12 +348,11 @@ impl Routes {
     }
 
     /// Fails all requests, because the process ended.
-    pub(crate) fn fail_all(&mut self, why: &Arc<str>) {
+    pub(crate) fn fail_all(&mut self, why: &Down) {
         self.asked.clear();
         self.by_client.clear();
         for pending in std::mem::take(&mut self.pending).into_values() {
-            let _ =
-                pending.sender.try_send(Item::failed(&pending.raw_id, BridgeError::Down(Arc::clone(why))));
+            let _ = pending.sender.try_send(Item::failed(&pending.raw_id, BridgeError::Down(why.clone())));
         }
     }
 

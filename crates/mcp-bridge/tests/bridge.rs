@@ -241,6 +241,32 @@ async fn the_end_of_the_process_fails_all_requests_and_the_next_process_is_initi
 }
 
 #[tokio::test]
+async fn a_process_that_ended_by_itself_is_told_apart_from_one_that_was_lost() {
+    let mut world = World::new(Role::Shared);
+    let client = world.bridge.visitor();
+    for has_exited in [true, false] {
+        let mut lost = world.ask(client, &request(&json!(1), "server/discover", &json!({}))).await;
+        world.read_one().await;
+        if has_exited {
+            world.bridge.exited("it ended with exit code 1", false);
+        } else {
+            world.bridge.close("its sandbox was lost", false);
+        }
+        let Some(Item::Failed { error: BridgeError::Down(down), .. }) = lost.next().await else {
+            panic!("no failure")
+        };
+        assert_eq!(down.has_exited, has_exited, "{down}");
+        // A request that comes later gets the same error.
+        assert_eq!(world.bridge.ready(SOON).await, Err(BridgeError::Down(down.clone())));
+        let text = request(&json!(2), "x", &json!({})).to_string();
+        let refused = world.bridge.request(client, &Message::parse(&text).unwrap(), SOON).await;
+        assert_eq!(refused.err(), Some(BridgeError::Down(down)));
+        world.outgoing = world.bridge.open();
+        world.bridge.let_in();
+    }
+}
+
+#[tokio::test]
 async fn a_subscription_lasts_until_its_last_client_and_only_subscribers_get_its_updates() {
     let mut world = World::new(Role::Shared);
     let (a, mut told_a) = world.bridge.join();
