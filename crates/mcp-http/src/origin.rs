@@ -5,9 +5,11 @@
 //! | `Origin` | |
 //! |---|---|
 //! | none | allowed |
-//! | `http` or `https` at `localhost`, a name below `.localhost`, 127.0.0.0/8 or `[::1]`, any port | allowed |
+//! | `http` or `https` at `localhost`, 127.0.0.0/8 or `[::1]`, any port | allowed |
 //! | in `mcp.allowed_origins`: scheme, host and port are equal (case and default ports do not matter) | allowed |
 //! | everything else: `null`, other hosts, a trailing dot, a path, a user name, several values, no valid origin | refused |
+//!
+//! Names below `.localhost` are refused like all others, because pages of guests have such names: the addresses of sandboxes' ports.
 //!
 //! The host that a request is for (`Host`, `:authority`) is not compared with anything, because an operator may give the server any
 //! name. So a page can reach the server under a name of its own (DNS rebinding). Two things stop it: its `POST` and
@@ -139,9 +141,7 @@ fn is_loopback(origin: &Kind) -> bool {
     let Kind::Page { scheme, host, .. } = origin else { return false };
     let address = host.trim_start_matches('[').trim_end_matches(']');
     matches!(scheme.as_str(), "http" | "https")
-        && (host == "localhost"
-            || host.ends_with(".localhost")
-            || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback()))
+        && (host == "localhost" || address.parse::<IpAddr>().is_ok_and(|address| address.is_loopback()))
 }
 
 #[cfg(test)]
@@ -165,7 +165,6 @@ mod tests {
             "http://localhost",
             "http://localhost:5173",
             "https://LocalHost:8443",
-            "http://app.localhost",
             "http://127.0.0.1:6274",
             "http://127.8.9.10",
             "https://[::1]:8080",
@@ -184,6 +183,8 @@ mod tests {
             "http://localhost.",
             "http://127.0.0.1.",
             "http://notlocalhost",
+            "http://app.localhost",
+            "http://8000-0190c5f6.localhost:7171",
             "http://0.0.0.0",
             "http://[::]",
             "http://[::ffff:127.0.0.1]",
