@@ -85,16 +85,17 @@ fn parse(text: &str) -> Option<Kind> {
         return Some(Kind::Null);
     }
     let uri: Uri = text.parse().ok()?;
-    let (scheme, authority) = (uri.scheme_str()?, uri.authority()?);
-    // The parser gives the path "/" where there is none.
-    let has_rest = text.len() != scheme.len() + "://".len() + authority.as_str().len();
-    let host = authority.host().to_ascii_lowercase();
-    let bad_port = authority.port_u16().is_none() && authority.as_str() != authority.host();
-    if has_rest || bad_port || host.is_empty() {
+    let (scheme, host) = (uri.scheme_str()?, uri.host()?);
+    // Scheme, host and port are all that an origin has.
+    let whole = match uri.port() {
+        Some(port) => format!("{scheme}://{host}:{port}"),
+        None => format!("{scheme}://{host}"),
+    };
+    if !text.eq_ignore_ascii_case(&whole) || host.is_empty() {
         return None;
     }
-    let scheme = scheme.to_ascii_lowercase();
-    let port = authority.port_u16().or_else(|| default_port(&scheme));
+    let (scheme, host) = (scheme.to_ascii_lowercase(), host.to_ascii_lowercase());
+    let port = uri.port_u16().or_else(|| default_port(&scheme));
     Some(Kind::Page { scheme, host, port })
 }
 
@@ -200,6 +201,9 @@ mod tests {
             "file://localhost",
             "chrome-extension://localhost",
             "http://user@localhost",
+            "http://evil@localhost:80",
+            "http://evil:secret@localhost:80",
+            "http://@localhost:80",
             "http://localhost@evil.example",
             "http://localhost:1@evil.example",
             "http://localhost:port",
