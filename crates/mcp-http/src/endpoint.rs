@@ -24,8 +24,9 @@ pub struct Limits {
     pub session_idle: Duration,
     /// At the limit a new session may replace one that was idle for this time.
     pub session_replaceable: Duration,
-    /// A request that has no answer after this time is answered by a stream of events. The stream keeps the connection alive, and
-    /// a client of the legacy era can continue it after a lost connection.
+    /// A request of the legacy era that has no answer after this time is answered by a stream of events, which its client can
+    /// continue after a lost connection. In the modern era, where an error has a status and nothing can be continued, the stream
+    /// begins when the first sign of life is due.
     pub events_after: Duration,
 }
 
@@ -94,7 +95,7 @@ impl<C: Caller> Endpoint<C> {
         };
         server.on_message(&message);
         if is_modern(headers, &message) {
-            return modern::post(server, caller, headers, &message, self.events_after).await;
+            return modern::post(server, caller, headers, &message).await;
         }
         if message.kind == Kind::Request && message.method.as_deref() == Some(methods::INITIALIZE) {
             return self.initialize(server, caller, &message).await;

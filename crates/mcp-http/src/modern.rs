@@ -4,7 +4,6 @@
 //! removed. The server answers everything else.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -34,7 +33,6 @@ pub(crate) async fn post<C: Caller>(
     caller: &C,
     headers: &HeaderMap,
     message: &Message<'_>,
-    events_after: Duration,
 ) -> Result<Response<ResponseBody>, Refusal> {
     if message.kind != Kind::Request {
         // A client cancels by closing the connection, and servers send no requests.
@@ -58,21 +56,22 @@ pub(crate) async fn post<C: Caller>(
     if REMOVED.contains(&method) {
         return Ok(reply::error(StatusCode::NOT_FOUND, id, codes::METHOD_NOT_FOUND, method));
     }
-    Ok(answer(&peer, caller, message, events_after).await)
+    Ok(answer(&peer, caller, message).await)
 }
 
+/// Sends an answer that comes first as JSON, with its status. Everything else begins a stream of events: a message before the
+/// answer, and a silence that proxies would end.
 async fn answer<C: Caller>(
     peer: &Arc<dyn Peer<C>>,
     caller: &C,
     message: &Message<'_>,
-    events_after: Duration,
 ) -> Response<ResponseBody> {
     let id = message.raw_id();
     let mut exchange = match peer.request(message, caller).await {
         Ok(exchange) => exchange,
         Err(error) => return failed(id, &error),
     };
-    let first = match tokio::time::timeout(events_after, exchange.next()).await {
+    let first = match tokio::time::timeout(reply::KEEP_ALIVE, exchange.next()).await {
         Ok(Some(Item::Answer(line))) => return reply::json(status_of(&line), line),
         Ok(Some(Item::Cancelled)) => return reply::empty(StatusCode::ACCEPTED),
         Ok(None) => return reply::error(StatusCode::OK, id, codes::SERVER_GONE, LOST),

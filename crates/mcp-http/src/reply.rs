@@ -20,8 +20,8 @@ use crate::session::{InUse, Session};
 /// The body of an answer: all at once, or events as they come.
 pub type ResponseBody = UnsyncBoxBody<Bytes, Infallible>;
 
-/// The time between two signs of life on a silent stream, so that proxies do not close it.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// The time between two signs of life on a silent connection, so that proxies do not close it. Most wait for 60 s, some for 30 s.
+pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// The pause before a client that lost its connection reconnects, in milliseconds.
 const RETRY_MS: u32 = 1000;
 
