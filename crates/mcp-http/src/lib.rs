@@ -27,6 +27,6 @@ mod sessions;
 
 pub use endpoint::{Endpoint, Limits};
 pub use origin::{InvalidOrigin, Origin, OriginPolicy, OriginRefusal};
-pub use peer::{Caller, Exchange, Initialized, Item, Peer, PeerError, Server};
+pub use peer::{Caller, Cause, Exchange, Initialized, Item, Peer, PeerError, Server};
 pub use refusal::Refusal;
 pub use reply::ResponseBody;

@@ -47,6 +47,7 @@ pub(crate) async fn post<C: Caller>(
         Ok(Some(peer)) => peer,
         Ok(None) => return Ok(unsupported(id, &requested, &version::LEGACY)),
         Err(PeerError::Unavailable(text)) => return Err(Refusal::Unavailable(text)),
+        Err(PeerError::Failed(cause)) => return Err(Refusal::Failed(cause)),
         Err(error) => return Ok(failed(id, &error)),
     };
     if requested != version::MODERN {

@@ -1,5 +1,7 @@
 //! The seam between the HTTP stack and the servers behind it.
 
+use std::error::Error;
+use std::fmt;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -82,12 +84,41 @@ pub enum Item {
     Cancelled,
 }
 
+/// The cause of a failure behind the HTTP stack. The front that knows its type turns it into a status.
+#[derive(Clone, Debug)]
+pub struct Cause(Arc<dyn Error + Send + Sync>);
+
+impl Cause {
+    /// The cause, if it has this type.
+    pub fn downcast_ref<E: Error + 'static>(&self) -> Option<&E> {
+        self.0.downcast_ref()
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Copies of one cause are equal.
+impl PartialEq for Cause {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for Cause {}
+
 /// A request that did not reach the server.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// The server is away.
     #[error("{0}")]
     Unavailable(String),
+    /// The server can't be used. The front decides about the status by the cause.
+    #[error("{0}")]
+    Failed(Cause),
     /// Too many requests are in progress.
     #[error("{0}")]
     Busy(String),
@@ -97,10 +128,15 @@ pub enum PeerError {
 }
 
 impl PeerError {
+    /// A failure with its cause.
+    pub fn failed(cause: impl Error + Send + Sync + 'static) -> Self {
+        Self::Failed(Cause(Arc::new(cause)))
+    }
+
     /// The status and the JSON-RPC code of the answer.
     pub(crate) fn status_and_code(&self) -> (StatusCode, i64) {
         match self {
-            Self::Unavailable(_) => (StatusCode::OK, codes::SERVER_GONE),
+            Self::Unavailable(_) | Self::Failed(_) => (StatusCode::OK, codes::SERVER_GONE),
             Self::Busy(_) => (StatusCode::TOO_MANY_REQUESTS, codes::SERVER_GONE),
             Self::DuplicateId => (StatusCode::BAD_REQUEST, codes::INVALID_REQUEST),
         }

@@ -3,6 +3,8 @@
 use emergent_mcp_protocol::{headers, version};
 use http::StatusCode;
 
+use crate::peer::Cause;
+
 /// A request that is refused with an HTTP status.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
@@ -51,10 +53,13 @@ pub enum Refusal {
     /// The server is away.
     #[error("{0}")]
     Unavailable(String),
+    /// The server can't be used. The front decides about the status by the cause.
+    #[error("{0}")]
+    Failed(Cause),
 }
 
 impl Refusal {
-    /// The status of the answer.
+    /// The status of the answer, unless the front knows a better one by the cause of [`Refusal::Failed`].
     pub fn status(&self) -> StatusCode {
         match self {
             Self::NotAcceptable(_) => StatusCode::NOT_ACCEPTABLE,
@@ -63,7 +68,7 @@ impl Refusal {
             Self::MethodNotAllowed | Self::NoSessions => StatusCode::METHOD_NOT_ALLOWED,
             Self::SessionUnknown | Self::EventExpired => StatusCode::NOT_FOUND,
             Self::TooManySessions(_) => StatusCode::TOO_MANY_REQUESTS,
-            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Unavailable(_) | Self::Failed(_) => StatusCode::SERVICE_UNAVAILABLE,
             Self::BodyTooSlow(_)
             | Self::BodyUnreadable(_)
             | Self::UnknownVersion

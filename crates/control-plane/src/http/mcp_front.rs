@@ -38,7 +38,7 @@ fn code_of(refusal: &Refusal) -> ErrorCode {
         Refusal::MethodNotAllowed | Refusal::NoSessions => ErrorCode::MethodNotAllowed,
         Refusal::SessionUnknown | Refusal::EventExpired => ErrorCode::NotFound,
         Refusal::TooManySessions(_) => ErrorCode::LimitReached,
-        Refusal::Unavailable(_) => ErrorCode::Unavailable,
+        Refusal::Unavailable(_) | Refusal::Failed(_) => ErrorCode::Unavailable,
         Refusal::BodyTooSlow(_)
         | Refusal::BodyUnreadable(_)
         | Refusal::UnknownVersion

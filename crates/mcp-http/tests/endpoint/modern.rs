@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use emergent_mcp_http::Limits;
+use emergent_mcp_http::{Limits, PeerError, Refusal};
 use http::StatusCode;
 use serde_json::json;
 use tokio::time::Instant;
 
-use crate::support::{ALICE, Events, World, modern, only};
+use crate::support::{ALICE, Events, LEGACY, World, modern, only, post};
 
 #[tokio::test(start_paused = true)]
 async fn an_error_that_takes_a_while_keeps_its_status() {
@@ -28,6 +28,27 @@ async fn an_error_that_takes_a_while_keeps_its_status() {
         assert_eq!(answer.status(), status, "{code}");
         assert_eq!(only(answer).await["error"]["code"], code);
     }
+}
+
+/// An error of the server behind the stack.
+#[derive(Debug, PartialEq, thiserror::Error)]
+#[error("the sandbox failed")]
+struct SandboxFailed(u16);
+
+#[tokio::test]
+async fn the_cause_of_a_failure_reaches_the_front() {
+    let world = World::new(Limits::default());
+    *world.failure.lock().unwrap() = Some(PeerError::failed(SandboxFailed(502)));
+    let refusal = world.handle(&ALICE, modern("tools/x")).await.unwrap_err();
+    assert_eq!(refusal.to_string(), "the sandbox failed");
+    let Refusal::Failed(cause) = refusal else { panic!("{refusal:?}") };
+    assert_eq!(cause.downcast_ref(), Some(&SandboxFailed(502)));
+    // A client of the legacy era gets it as an error of JSON-RPC.
+    let params = json!({ "protocolVersion": LEGACY, "capabilities": {} });
+    let answer = world.handle(&ALICE, post(None, "initialize", params)).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::OK);
+    let error = json!({ "code": -32000, "message": "the sandbox failed" });
+    assert_eq!(only(answer).await["error"], error);
 }
 
 #[tokio::test(start_paused = true)]
