@@ -114,7 +114,14 @@ impl EventLog {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cursor {
     reader: u64,
+    /// The number of the last message that was read.
     at: u64,
+}
+
+impl Cursor {
+    pub(crate) fn at(&self) -> u64 {
+        self.at
+    }
 }
 
 #[cfg(test)]

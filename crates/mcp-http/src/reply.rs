@@ -87,7 +87,7 @@ impl<C: Caller> SessionStream<C> {
         let Self { session, in_use, number, log, after, begins_empty } = self;
         let cursor = log.open(after);
         let first = begins_empty.then(|| {
-            let id = session.event_id(number, after.unwrap_or(0));
+            let id = session.event_id(number, cursor.at());
             Bytes::from(format!("id: {id}\nretry: {RETRY_MS}\ndata: \n\n"))
         });
         let state = (session, log, cursor, in_use);
