@@ -21,7 +21,7 @@ impl<C: Caller> Endpoint<C> {
         caller: &C,
         message: &Message<'_>,
     ) -> Result<Response<ResponseBody>, Refusal> {
-        let place = self.sessions.reserve()?;
+        let place = self.sessions.reserve(caller.owner())?;
         let (answer, peer, notifications) = match server.initialize(message, caller).await {
             Ok(Initialized::Session { answer, peer, notifications }) => (answer, peer, notifications),
             Ok(Initialized::Refused(answer)) => return Ok(reply::json(StatusCode::OK, answer)),
@@ -31,8 +31,9 @@ impl<C: Caller> Endpoint<C> {
             }
         };
         let accepts_empty_events = version_of(&answer).is_some_and(|own| version::accepts_empty_events(&own));
-        let session = Session::begin(caller.owner(), peer, notifications, accepts_empty_events);
-        place.fill(&session);
+        let Some(session) = place.begin(peer, notifications, accepts_empty_events) else {
+            return Ok(reply::error(StatusCode::OK, message.raw_id(), codes::SERVER_GONE, LOST));
+        };
         let mut response = reply::json(StatusCode::OK, answer);
         if let Ok(id) = HeaderValue::from_str(&session.id) {
             response.headers_mut().insert(names::SESSION_ID, id);

@@ -13,12 +13,11 @@
 
 use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use emergent_mcp_protocol::codes;
 use emergent_mcp_protocol::envelope::error_line;
-use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -39,7 +38,6 @@ pub(crate) const LOST: &str = "the MCP server ended before it answered";
 /// A session.
 pub(crate) struct Session<C: Caller> {
     pub(crate) id: String,
-    owner: C::Owner,
     pub(crate) peer: Arc<dyn Peer<C>>,
     /// Whether its client accepts events without a message.
     pub(crate) accepts_empty_events: bool,
@@ -72,7 +70,7 @@ pub(crate) enum Use {
 impl<C: Caller> Session<C> {
     /// Begins a session. `notifications` go to the stream that belongs to no request.
     pub(crate) fn begin(
-        owner: C::Owner,
+        id: String,
         peer: Arc<dyn Peer<C>>,
         notifications: Option<mpsc::Receiver<String>>,
         accepts_empty_events: bool,
@@ -84,8 +82,7 @@ impl<C: Caller> Session<C> {
         }
         let logs = HashMap::from([(STANDALONE, standalone)]);
         Arc::new(Self {
-            id: uuid::Uuid::new_v4().to_string(),
-            owner,
+            id,
             peer,
             accepts_empty_events,
             streams: Mutex::new(Streams { logs, newest: STANDALONE }),
@@ -94,17 +91,21 @@ impl<C: Caller> Session<C> {
         })
     }
 
-    pub(crate) fn belongs_to(&self, owner: &C::Owner) -> bool {
-        self.owner == *owner
+    fn streams(&self) -> MutexGuard<'_, Streams> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn lock_uses(&self) -> MutexGuard<'_, Uses> {
+        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn uses(&self) -> Uses {
-        *self.uses.lock()
+        *self.lock_uses()
     }
 
     /// Notes a use that lasts as long as the returned value.
     pub(crate) fn begin_use(self: &Arc<Self>, by: Use) -> InUse<C> {
-        let mut uses = self.uses.lock();
+        let mut uses = self.lock_uses();
         *uses.count(by) += 1;
         uses.last = Instant::now();
         drop(uses);
@@ -123,11 +124,11 @@ impl<C: Caller> Session<C> {
         &self.ended
     }
 
-    /// Ends the session, for all holders.
+    /// Ends the session, whoever still holds it.
     pub(crate) fn close(&self) {
         self.ended.cancel();
         self.peer.close();
-        for log in self.streams.lock().logs.values() {
+        for log in self.streams().logs.values() {
             log.end();
         }
     }
@@ -150,13 +151,13 @@ impl<C: Caller> Session<C> {
 
     /// A stream that is still kept.
     pub(crate) fn stream(&self, number: u64) -> Option<Arc<EventLog>> {
-        self.streams.lock().logs.get(&number).cloned()
+        self.streams().logs.get(&number).cloned()
     }
 
     /// Adds a stream. The oldest streams of answered requests make room.
     fn add_stream(&self) -> (u64, Arc<EventLog>) {
         let log = Arc::new(EventLog::default());
-        let mut streams = self.streams.lock();
+        let mut streams = self.streams();
         streams.newest += 1;
         let number = streams.newest;
         let ended = streams.logs.iter().filter(|(_, log)| log.is_ended()).map(|(number, _)| *number);
@@ -215,7 +216,7 @@ impl<C: Caller> Deref for InUse<C> {
 
 impl<C: Caller> Drop for InUse<C> {
     fn drop(&mut self) {
-        let mut uses = self.session.uses.lock();
+        let mut uses = self.session.lock_uses();
         *uses.count(self.by) -= 1;
         uses.last = Instant::now();
     }
@@ -260,7 +261,7 @@ impl<C: Caller> Drop for RunningRequest<C> {
         let Some((exchange, session)) = self.exchange.take() else { return };
         // Without a runtime the server ends, and its requests with it.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        // No client has an id of an event of this request, so none can ask for its answer later.
+        // No client has an id of an event of this request, so nobody can come back for its answer.
         runtime.spawn(discard(exchange, session));
     }
 }
@@ -312,6 +313,6 @@ async fn fill<C: Caller>(
     if ended.run_until_cancelled(tokio::time::sleep(KEEP_ANSWERS)).await.is_some()
         && let Some(session) = session.upgrade()
     {
-        session.streams.lock().logs.remove(&number);
+        session.streams().logs.remove(&number);
     }
 }

@@ -1,13 +1,16 @@
 //! The sessions of one server, and their limit.
+//!
+//! A session has a place from its `initialize` on, so that sessions that begin at once stay within the limit.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::mpsc;
+
 use crate::Refusal;
-use crate::peer::Caller;
+use crate::peer::{Caller, Peer};
 use crate::session::Session;
-use parking_lot::Mutex;
 
 /// The sessions of one server.
 pub(crate) struct Sessions<C: Caller> {
@@ -15,30 +18,39 @@ pub(crate) struct Sessions<C: Caller> {
     idle: Duration,
     /// A session that was not used for this time may be ended for a new one.
     replaceable_after: Duration,
-    table: Mutex<Table<C>>,
+    places: Mutex<Places<C>>,
 }
 
-struct Table<C: Caller> {
-    open: HashMap<String, Arc<Session<C>>>,
-    /// Places that are reserved for sessions whose `initialize` is in progress.
-    reserved: usize,
+/// The places that are taken, by the ids of their sessions.
+type Places<C> = HashMap<String, Place<C>>;
+
+struct Place<C: Caller> {
+    owner: <C as Caller>::Owner,
+    /// None while `initialize` is in progress.
+    session: Option<Arc<Session<C>>>,
 }
 
-/// A place for a session whose `initialize` is in progress. It is free again when this is dropped.
-pub(crate) struct Reservation<'a, C: Caller>(&'a Sessions<C>);
+/// The place of a session whose `initialize` is in progress. Dropped before the session begins, it frees the place.
+pub(crate) struct Reservation<'a, C: Caller> {
+    sessions: &'a Sessions<C>,
+    id: String,
+}
 
 impl<C: Caller> Sessions<C> {
     pub(crate) fn new(max: usize, idle: Duration, replaceable_after: Duration) -> Self {
-        let table = Mutex::new(Table { open: HashMap::new(), reserved: 0 });
-        Self { max, idle, replaceable_after, table }
+        Self { max, idle, replaceable_after, places: Mutex::default() }
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places<C>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An open session of this owner.
     pub(crate) fn get(&self, id: &str, owner: &C::Owner) -> Option<Arc<Session<C>>> {
-        let session = self.table.lock().open.get(id).cloned()?;
-        if !session.belongs_to(owner) {
-            return None;
-        }
+        let session = {
+            let places = self.places();
+            places.get(id).filter(|place| place.owner == *owner)?.session.clone()?
+        };
         if session.is_over(self.idle) {
             self.remove(id);
             return None;
@@ -48,34 +60,38 @@ impl<C: Caller> Sessions<C> {
 
     /// Reserves a place for a new session. At the limit the session that was idle for longest is ended, because many clients
     /// never end theirs. A session with a request in progress is never ended for another.
-    pub(crate) fn reserve(&self) -> Result<Reservation<'_, C>, Refusal> {
+    pub(crate) fn reserve(&self, owner: C::Owner) -> Result<Reservation<'_, C>, Refusal> {
         self.sweep();
-        let mut table = self.table.lock();
+        let id = uuid::Uuid::new_v4().to_string();
+        let mut places = self.places();
         let mut replaced = None;
-        if table.open.len() + table.reserved >= self.max {
-            let idle = table.open.values().filter_map(|session| {
-                let uses = session.uses();
-                let is_idle = uses.requests == 0 && uses.last.elapsed() >= self.replaceable_after;
-                is_idle.then_some((uses.streams > 0, uses.last, &session.id))
-            });
-            let id = idle.min().map(|(.., id)| id.clone());
-            replaced = id.and_then(|id| table.open.remove(&id));
-            if replaced.is_none() {
-                return Err(Refusal::TooManySessions(self.max));
-            }
+        if places.len() >= self.max {
+            let found = self.replaceable(&places).ok_or(Refusal::TooManySessions(self.max))?;
+            replaced = places.remove(&found);
         }
-        table.reserved += 1;
-        drop(table);
-        if let Some(session) = replaced {
+        places.insert(id.clone(), Place { owner, session: None });
+        drop(places);
+        if let Some(session) = replaced.and_then(|place| place.session) {
             session.close();
         }
-        Ok(Reservation(self))
+        Ok(Reservation { sessions: self, id })
+    }
+
+    /// The session that is ended for a new one.
+    fn replaceable(&self, places: &Places<C>) -> Option<String> {
+        let open = places.values().filter_map(|place| place.session.as_ref());
+        let idle = open.filter_map(|session| {
+            let uses = session.uses();
+            let is_idle = uses.requests == 0 && uses.last.elapsed() >= self.replaceable_after;
+            is_idle.then_some((uses.streams > 0, uses.last, &session.id))
+        });
+        idle.min().map(|(.., id)| id.clone())
     }
 
     /// Ends a session. False when there is none.
     pub(crate) fn remove(&self, id: &str) -> bool {
-        let removed = self.table.lock().open.remove(id);
-        removed.is_some_and(|session| {
+        let removed = self.places().remove(id);
+        removed.and_then(|place| place.session).is_some_and(|session| {
             session.close();
             true
         })
@@ -83,47 +99,114 @@ impl<C: Caller> Sessions<C> {
 
     /// Ends the sessions that were idle for too long.
     pub(crate) fn sweep(&self) {
-        let over: Vec<_> = self
-            .table
-            .lock()
-            .open
-            .extract_if(|_, session| session.is_over(self.idle))
-            .map(|(_, over)| over)
-            .collect();
-        over.iter().for_each(|session| session.close());
+        self.remove_where(|place| place.session.as_ref().is_some_and(|session| session.is_over(self.idle)));
     }
 
-    /// Ends all sessions.
+    /// Ends all sessions. Those that begin now do not begin.
     pub(crate) fn remove_all(&self) {
-        let all = std::mem::take(&mut self.table.lock().open);
-        all.values().for_each(|session| session.close());
+        self.remove_where(|_| true);
+    }
+
+    fn remove_where(&self, is_removed: impl Fn(&Place<C>) -> bool) {
+        let removed: Vec<_> = self.places().extract_if(|_, place| is_removed(place)).collect();
+        removed.iter().filter_map(|(_, place)| place.session.as_ref()).for_each(|session| session.close());
     }
 
     /// Requests in progress.
     pub(crate) fn requests(&self) -> usize {
-        self.table.lock().open.values().map(|session| session.uses().requests).sum()
+        let places = self.places();
+        let open = places.values().filter_map(|place| place.session.as_ref());
+        open.map(|session| session.uses().requests).sum()
     }
 
+    /// Sessions that are open.
     pub(crate) fn count(&self) -> usize {
-        self.table.lock().open.len()
+        self.places().values().filter(|place| place.session.is_some()).count()
     }
 }
 
 impl<C: Caller> Reservation<'_, C> {
-    /// Puts the session at the reserved place.
-    pub(crate) fn fill(self, session: &Arc<Session<C>>) {
-        self.0.table.lock().open.insert(session.id.clone(), Arc::clone(session));
+    /// Begins the session at the reserved place. None when the sessions were ended meanwhile.
+    pub(crate) fn begin(
+        self,
+        peer: Arc<dyn Peer<C>>,
+        notifications: Option<mpsc::Receiver<String>>,
+        accepts_empty_events: bool,
+    ) -> Option<Arc<Session<C>>> {
+        let session = Session::begin(self.id.clone(), peer, notifications, accepts_empty_events);
+        let mut places = self.sessions.places();
+        places.get_mut(&self.id)?.session = Some(Arc::clone(&session));
+        drop(places);
+        Some(session)
     }
 }
 
 impl<C: Caller> Drop for Reservation<'_, C> {
     fn drop(&mut self) {
-        self.0.table.lock().reserved -= 1;
+        let mut places = self.sessions.places();
+        if places.get(&self.id).is_some_and(|place| place.session.is_none()) {
+            places.remove(&self.id);
+        }
     }
 }
 
 impl<C: Caller> Drop for Sessions<C> {
     fn drop(&mut self) {
         self.remove_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+    use emergent_mcp_protocol::envelope::Message;
+
+    use super::*;
+    use crate::peer::{Exchange, PeerError};
+
+    #[derive(Clone)]
+    struct Anyone;
+
+    impl Caller for Anyone {
+        type Owner = ();
+
+        fn owner(&self) {}
+    }
+
+    struct Idle;
+
+    #[async_trait]
+    impl Peer<Anyone> for Idle {
+        async fn request(&self, _: &Message<'_>, _: &Anyone) -> Result<Box<dyn Exchange>, PeerError> {
+            Err(PeerError::DuplicateId)
+        }
+
+        async fn notify(&self, _: &Message<'_>) {}
+
+        async fn answer(&self, _: &Message<'_>) {}
+
+        fn is_closed(&self) -> bool {
+            false
+        }
+
+        fn close(&self) {}
+    }
+
+    #[test]
+    fn a_place_is_counted_once_while_its_session_begins() {
+        // Nothing is replaceable, and the two threads have at most one place each.
+        let hour = Duration::from_secs(3600);
+        let sessions = Sessions::<Anyone>::new(2, hour, hour);
+        let begin_and_end = || {
+            for _ in 0..50_000 {
+                let place = sessions.reserve(()).unwrap();
+                let session = place.begin(Arc::new(Idle), None, false).unwrap();
+                assert!(sessions.remove(&session.id));
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(begin_and_end);
+            scope.spawn(begin_and_end);
+        });
     }
 }

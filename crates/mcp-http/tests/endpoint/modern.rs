@@ -45,7 +45,7 @@ async fn the_cause_of_a_failure_reaches_the_front() {
     assert_eq!(cause.downcast_ref(), Some(&SandboxFailed(502)));
     // A client of the legacy era gets it as an error of JSON-RPC.
     let params = json!({ "protocolVersion": LEGACY, "capabilities": {} });
-    let answer = world.handle(&ALICE, post(None, "initialize", params)).await.unwrap();
+    let answer = world.handle(&ALICE, post(None, "initialize", &params)).await.unwrap();
     assert_eq!(answer.status(), StatusCode::OK);
     let error = json!({ "code": -32000, "message": "the sandbox failed" });
     assert_eq!(only(answer).await["error"], error);

@@ -166,7 +166,7 @@ impl World {
     /// Begins a session, and gives its id.
     pub(crate) async fn try_begin(&self, caller: &Caller) -> Result<String, Refusal> {
         let params = json!({ "protocolVersion": LEGACY, "capabilities": {} });
-        let response = self.handle(caller, post(None, "initialize", params)).await?;
+        let response = self.handle(caller, post(None, "initialize", &params)).await?;
         assert_eq!(response.status(), StatusCode::OK);
         Ok(response.headers()["mcp-session-id"].to_str().unwrap().to_owned())
     }
@@ -208,7 +208,7 @@ fn request(method: &str) -> http::request::Builder {
 }
 
 /// A request of the legacy era.
-pub(crate) fn post(session: Option<&str>, method: &str, params: Value) -> Request<Full<Bytes>> {
+pub(crate) fn post(session: Option<&str>, method: &str, params: &Value) -> Request<Full<Bytes>> {
     let body = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params }).to_string();
     let mut request = request("POST");
     if let Some(session) = session {
