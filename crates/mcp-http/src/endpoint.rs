@@ -22,7 +22,8 @@ pub struct Limits {
     pub sessions: usize,
     /// A session without a request and an open stream ends after this time.
     pub session_idle: Duration,
-    /// At the limit a new session may replace one that was idle for this time.
+    /// At the limit a new session may replace one that was idle for this time. A session that listens is idle only where this time
+    /// is zero.
     pub session_replaceable: Duration,
     /// A request of the legacy era that has no answer after this time is answered by a stream of events, which its client can
     /// continue after a lost connection. In the modern era, where an error has a status and nothing can be continued, the stream

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::hash::Hash;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -13,7 +14,7 @@ use tokio::sync::mpsc;
 /// The sender of a request, as access control has identified it.
 pub trait Caller: Clone + Send + Sync + 'static {
     /// The owner of a session.
-    type Owner: Clone + PartialEq + Send + Sync + 'static;
+    type Owner: Clone + Eq + Hash + Send + Sync + 'static;
 
     /// The owner of sessions that this caller begins. Only callers with an equal owner may use them.
     fn owner(&self) -> Self::Owner;

@@ -114,8 +114,7 @@ impl<C: Caller> Session<C> {
 
     /// Whether the session can be ended: its peer is closed, or nothing has used it for this time.
     pub(crate) fn is_over(&self, idle: Duration) -> bool {
-        let uses = self.uses();
-        let is_idle = uses.requests == 0 && uses.streams == 0 && uses.last.elapsed() >= idle;
+        let is_idle = self.uses().idle_for().is_some_and(|time| time >= idle);
         is_idle || self.ended.is_cancelled() || self.peer.is_closed()
     }
 
@@ -186,6 +185,12 @@ async fn collect(mut from: mpsc::Receiver<String>, to: Arc<EventLog>, ended: Can
 }
 
 impl Uses {
+    /// The time since the last use; none while a request is in progress. An open stream is a use at every moment.
+    pub(crate) fn idle_for(&self) -> Option<Duration> {
+        let time = if self.streams > 0 { Duration::ZERO } else { self.last.elapsed() };
+        (self.requests == 0).then_some(time)
+    }
+
     fn count(&mut self, by: Use) -> &mut usize {
         match by {
             Use::Request => &mut self.requests,

@@ -1,7 +1,13 @@
 //! The sessions of one server, and their limit.
 //!
 //! A session has a place from its `initialize` on, so that sessions that begin at once stay within the limit.
+//!
+//! One owner may have all places until another one needs some. At the limit a new session replaces an idle one, of the owner with
+//! the most sessions. If none is idle, it replaces the one that was not used for longest, of an owner with more sessions than its
+//! own will have. So no owner can keep others out, or end sessions of an owner that has fewer. A session with a request in progress
+//! is never ended for another.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -58,15 +64,14 @@ impl<C: Caller> Sessions<C> {
         Some(session)
     }
 
-    /// Reserves a place for a new session. At the limit the session that was idle for longest is ended, because many clients
-    /// never end theirs. A session with a request in progress is never ended for another.
+    /// Reserves a place for a new session. At the limit another session is ended for it, because many clients never end theirs.
     pub(crate) fn reserve(&self, owner: C::Owner) -> Result<Reservation<'_, C>, Refusal> {
         self.sweep();
         let id = uuid::Uuid::new_v4().to_string();
         let mut places = self.places();
         let mut replaced = None;
         if places.len() >= self.max {
-            let found = self.replaceable(&places).ok_or(Refusal::TooManySessions(self.max))?;
+            let found = self.replaceable(&places, &owner).ok_or(Refusal::TooManySessions(self.max))?;
             replaced = places.remove(&found);
         }
         places.insert(id.clone(), Place { owner, session: None });
@@ -77,15 +82,21 @@ impl<C: Caller> Sessions<C> {
         Ok(Reservation { sessions: self, id })
     }
 
-    /// The session that is ended for a new one.
-    fn replaceable(&self, places: &Places<C>) -> Option<String> {
-        let open = places.values().filter_map(|place| place.session.as_ref());
-        let idle = open.filter_map(|session| {
-            let uses = session.uses();
-            let is_idle = uses.requests == 0 && uses.last.elapsed() >= self.replaceable_after;
-            is_idle.then_some((uses.streams > 0, uses.last, &session.id))
+    /// The session that is ended for a new one of this owner: an idle one, or one of an owner that has more sessions.
+    fn replaceable(&self, places: &Places<C>, owner: &C::Owner) -> Option<String> {
+        let mut counts: HashMap<&C::Owner, usize> = HashMap::new();
+        for place in places.values() {
+            *counts.entry(&place.owner).or_default() += 1;
+        }
+        let own = counts.get(owner).copied().unwrap_or_default();
+        let candidates = places.iter().filter_map(|(id, place)| {
+            let uses = place.session.as_ref()?.uses();
+            let is_idle = uses.idle_for()? >= self.replaceable_after;
+            let count = counts.get(&place.owner).copied().unwrap_or_default();
+            let has_more = count > own + 1;
+            (is_idle || has_more).then_some((!is_idle, Reverse(count), uses.streams > 0, uses.last, id))
         });
-        idle.min().map(|(.., id)| id.clone())
+        candidates.min().map(|(.., id)| id.clone())
     }
 
     /// Ends a session. False when there is none.

@@ -1,9 +1,16 @@
 //! Sessions of the legacy era and their streams.
 
-use emergent_mcp_http::Limits;
+use std::time::Duration;
+
+use emergent_mcp_http::{Limits, Refusal};
 use serde_json::{Value, json};
 
-use crate::support::{ALICE, World};
+use crate::support::{ALICE, BOB, World};
+
+/// Limits with so many sessions, each of which can be replaced when it was idle for a minute.
+fn sessions(sessions: usize) -> Limits {
+    Limits { sessions, session_replaceable: Duration::from_secs(60), ..Limits::default() }
+}
 
 fn notification(number: u64) -> Value {
     json!({ "jsonrpc": "2.0", "method": "notifications/message", "params": { "data": number } })
@@ -31,4 +38,56 @@ async fn a_stream_that_is_opened_again_begins_with_the_id_of_its_place() {
     let mut resumed = world.listen(&ALICE, &session, Some(&place)).await.unwrap();
     notifications.send(notification(4).to_string()).await.unwrap();
     assert_eq!(resumed.next().await.unwrap().message, notification(4));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_session_that_listens_is_not_ended_for_another() {
+    let world = World::new(sessions(2));
+    let [listening, idle] = [world.begin(&ALICE).await, world.begin(&ALICE).await];
+    let stream = world.listen(&ALICE, &listening, None).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    let newer = world.begin(&BOB).await;
+    assert!(world.lives(&ALICE, &listening).await && !world.lives(&ALICE, &idle).await);
+    let stream_of_newer = world.listen(&BOB, &newer, None).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert_eq!(world.try_begin(&BOB).await, Err(Refusal::TooManySessions(2)));
+    assert!(world.lives(&ALICE, &listening).await && world.lives(&BOB, &newer).await);
+    // The end of the stream is the last use of its session.
+    drop(stream);
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    assert_eq!(world.try_begin(&BOB).await, Err(Refusal::TooManySessions(2)));
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    world.begin(&BOB).await;
+    assert!(!world.lives(&ALICE, &listening).await);
+    drop(stream_of_newer);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_owner_with_many_sessions_makes_room_for_one_with_few() {
+    let world = World::new(sessions(8));
+    let mut many = Vec::new();
+    for _ in 0..8 {
+        many.push(world.begin(&BOB).await);
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let stream = world.listen(&BOB, &many[0], None).await.unwrap();
+    // One owner may have all places, and ends none of its own that are in use.
+    assert_eq!(world.try_begin(&BOB).await, Err(Refusal::TooManySessions(8)));
+    let few = world.begin(&ALICE).await;
+    assert!(!world.lives(&BOB, &many[1]).await, "the one that was not used for longest and does not listen");
+    tokio::time::sleep(Duration::from_secs(61)).await;
+    // All but one are idle. The new session replaces one of the owner that has the most.
+    for session in &many[3..] {
+        assert!(world.lives(&BOB, session).await);
+    }
+    world.begin(&BOB).await;
+    assert!(world.lives(&ALICE, &few).await && !world.lives(&BOB, &many[2]).await);
+    // Until both have as many.
+    for _ in 0..3 {
+        world.begin(&ALICE).await;
+    }
+    assert_eq!(world.try_begin(&ALICE).await, Err(Refusal::TooManySessions(8)));
+    assert_eq!(world.try_begin(&BOB).await, Err(Refusal::TooManySessions(8)));
+    assert!(world.lives(&ALICE, &few).await && world.lives(&BOB, &many[0]).await);
+    drop(stream);
 }
