@@ -1,5 +1,6 @@
 //! One address, for clients of both eras.
 
+use std::collections::HashSet;
 use std::fmt::Display;
 use std::time::Duration;
 
@@ -108,6 +109,17 @@ impl<C: Caller> Endpoint<C> {
     /// Ends the sessions that were idle for too long.
     pub fn sweep(&self) {
         self.sessions.sweep();
+    }
+
+    /// Ends the sessions of an owner that may no longer have any, such as a revoked token. Their requests are cancelled, also those
+    /// that continue without a connection. Requests of the modern era have none: they end with their connection.
+    pub fn end_of_owner(&self, owner: &C::Owner) {
+        self.sessions.remove_owner(owner);
+    }
+
+    /// The owners that have sessions.
+    pub fn owners(&self) -> HashSet<C::Owner> {
+        self.sessions.owners()
     }
 
     /// Ends all sessions.

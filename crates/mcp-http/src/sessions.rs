@@ -8,7 +8,7 @@
 //! is never ended for another.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -113,6 +113,15 @@ impl<C: Caller> Sessions<C> {
         self.remove_where(|place| place.session.as_ref().is_some_and(|session| session.is_over(self.idle)));
     }
 
+    /// Ends the sessions of an owner. Those that begin now do not begin.
+    pub(crate) fn remove_owner(&self, owner: &C::Owner) {
+        self.remove_where(|place| place.owner == *owner);
+    }
+
+    pub(crate) fn owners(&self) -> HashSet<C::Owner> {
+        self.places().values().map(|place| place.owner.clone()).collect()
+    }
+
     /// Ends all sessions. Those that begin now do not begin.
     pub(crate) fn remove_all(&self) {
         self.remove_where(|_| true);
@@ -203,11 +212,26 @@ mod tests {
         fn close(&self) {}
     }
 
+    /// At most two sessions, which are never replaced.
+    fn sessions() -> Sessions<Anyone> {
+        let hour = Duration::from_secs(3600);
+        Sessions::new(2, hour, hour)
+    }
+
+    #[test]
+    fn a_session_that_begins_while_those_of_its_owner_are_ended_does_not_begin() {
+        let sessions = sessions();
+        let place = sessions.reserve(()).unwrap();
+        assert_eq!(sessions.owners(), HashSet::from([()]));
+        sessions.remove_owner(&());
+        assert!(place.begin(Arc::new(Idle), None, false).is_none());
+        assert_eq!((sessions.count(), sessions.owners().len()), (0, 0));
+    }
+
     #[test]
     fn a_place_is_counted_once_while_its_session_begins() {
-        // Nothing is replaceable, and the two threads have at most one place each.
-        let hour = Duration::from_secs(3600);
-        let sessions = Sessions::<Anyone>::new(2, hour, hour);
+        // The two threads have at most one place each.
+        let sessions = sessions();
         let begin_and_end = || {
             for _ in 0..50_000 {
                 let place = sessions.reserve(()).unwrap();

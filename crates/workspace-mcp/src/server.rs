@@ -1,5 +1,6 @@
 //! The MCP server of one workspace.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::fmt::Display;
 use std::sync::Arc;
@@ -89,6 +90,16 @@ impl<C: Caller> WorkspaceMcp<C> {
     /// Ends the sessions that were idle for too long.
     pub fn sweep(&self) {
         self.endpoint.sweep();
+    }
+
+    /// Ends the sessions of an owner. See [`Endpoint::end_of_owner`].
+    pub fn end_of_owner(&self, owner: &C::Owner) {
+        self.endpoint.end_of_owner(owner);
+    }
+
+    /// The owners that have sessions.
+    pub fn owners(&self) -> HashSet<C::Owner> {
+        self.endpoint.owners()
     }
 
     /// Whether there is neither a session nor a call, so that dropping the server affects no client.

@@ -1,11 +1,12 @@
 //! Sessions of the legacy era and their streams.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use emergent_mcp_http::{Limits, Refusal};
 use serde_json::{Value, json};
 
-use crate::support::{ALICE, BOB, World};
+use crate::support::{ALICE, BOB, Events, World, post};
 
 /// Limits with so many sessions, each of which can be replaced when it was idle for a minute.
 fn sessions(sessions: usize) -> Limits {
@@ -90,4 +91,32 @@ async fn an_owner_with_many_sessions_makes_room_for_one_with_few() {
     assert_eq!(world.try_begin(&BOB).await, Err(Refusal::TooManySessions(8)));
     assert!(world.lives(&ALICE, &few).await && world.lives(&BOB, &many[0]).await);
     drop(stream);
+}
+
+#[tokio::test]
+async fn the_sessions_of_one_owner_end_with_their_requests() {
+    let world = World::new(Limits { events_after: Duration::ZERO, ..Limits::default() });
+    let [revoked, kept] = [world.begin(&ALICE).await, world.begin(&BOB).await];
+    let call = async |caller, session: &str| {
+        let request = post(Some(session), "tools/call", &json!({}));
+        let (answer, asked) = tokio::join!(world.handle(caller, request), world.asked());
+        (Events::of(answer.unwrap()), asked)
+    };
+    let mut standalone = world.listen(&ALICE, &revoked, None).await.unwrap();
+    assert!(standalone.next().await.unwrap().message.is_null());
+    let (_, without_client) = call(&ALICE, &revoked).await;
+    let (mut events, _asked) = call(&ALICE, &revoked).await;
+    let (mut events_of_other, asked_of_other) = call(&BOB, &kept).await;
+    assert_eq!(world.endpoint.owners(), HashSet::from(["alice", "bob"]));
+
+    world.endpoint.end_of_owner(&"alice");
+    without_client.cancelled().await;
+    assert!(events.next().await.unwrap().message.is_null());
+    assert_eq!((events.next().await, standalone.next().await), (None, None));
+    assert!(!world.lives(&ALICE, &revoked).await);
+    assert_eq!(world.endpoint.owners(), HashSet::from(["bob"]));
+    assert!(world.lives(&BOB, &kept).await);
+    asked_of_other.answer("result", json!("for bob")).await;
+    assert!(events_of_other.next().await.unwrap().message.is_null());
+    assert_eq!(events_of_other.next().await.unwrap().message["result"], "for bob");
 }

@@ -1,5 +1,6 @@
 //! Sessions of legacy clients: their limit, their end, their owner, and their streams.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -197,6 +198,20 @@ async fn a_session_is_unknown_to_every_caller_but_its_owner() {
     assert!(lives(&alice).await);
     fake.end();
     assert_eq!(call.next().await.unwrap()["id"], 5);
+}
+
+#[tokio::test]
+async fn a_call_ends_with_the_sessions_of_its_owner() {
+    let (fake, mcp) = Fake::default().serve(events_at_once());
+    let alice = Client::connect_as(&mcp, LEGACY, Caller("alice", 0)).await;
+    let bob = Client::connect_as(&mcp, LEGACY, Caller("bob", 0)).await;
+    let params = json!({"name": "bash", "arguments": {"command": "listen"}});
+    drop(alice.send(5, "tools/call", params).await);
+    fake.until_running(1).await;
+    mcp.end_of_owner(&"alice");
+    fake.until_dropped(1).await;
+    assert!(lives(&bob).await);
+    assert_eq!(mcp.owners(), HashSet::from(["bob"]));
 }
 
 #[tokio::test]
