@@ -23,6 +23,7 @@ mod known_tokens;
 mod migrate;
 mod open;
 mod page;
+mod postgres_time;
 mod query;
 mod row;
 mod rows;

@@ -21,6 +21,8 @@ use sqlx::{Decode, Postgres, Row as _, Sqlite, Type};
 use uuid::Uuid;
 
 use crate::error::{Result, StoreError};
+use crate::postgres_time::PostgresTime;
+use crate::types::time_text;
 
 /// A row of either engine.
 pub(crate) enum Row {
@@ -39,11 +41,16 @@ impl<'r> Reader<'r> {
     /// A reader of a row whose key is the id in column `id`.
     pub(crate) fn by_id(row: &'r Row, table: &'static str) -> Self {
         let mut reader = Self::with_key(row, table, "(unreadable id)");
-        // An id that can't be read is an error when the caller reads it.
-        if let Ok(id) = reader.uuid("id") {
+        // A damaged id is an error when the caller reads it.
+        if let Ok(id) = reader.id_in_any_form() {
             reader.key = id.to_string();
         }
         reader
+    }
+
+    /// The id in column `id`, even if no statement finds the row by it. It names a damaged row.
+    pub(crate) fn id_in_any_form(&self) -> Result<Uuid> {
+        self.not_null("id", self.text_or("id", parse, Ok)?)
     }
 
     /// A reader of a row with a known key.
@@ -67,22 +74,24 @@ impl<'r> Reader<'r> {
         value.map_err(|error| self.corrupt(column, error))
     }
 
-    /// A value that SQLite stores as text.
-    fn value_or_text<T>(
+    /// A value that SQLite stores as text, and PostgreSQL in a type of its own.
+    fn text_or<P, T>(
         &self,
         column: &'static str,
         from_text: impl FnOnce(&str) -> std::result::Result<T, String>,
+        from_postgres: impl FnOnce(P) -> std::result::Result<T, String>,
     ) -> Result<Option<T>>
     where
-        T: for<'v> Decode<'v, Postgres> + Type<Postgres>,
+        P: for<'v> Decode<'v, Postgres> + Type<Postgres>,
     {
-        match self.row {
-            Row::Sqlite(_) => {
-                let text: Option<String> = self.value(column)?;
-                text.map(|text| from_text(&text)).transpose().map_err(|error| self.corrupt(column, error))
+        let value = match self.row {
+            Row::Sqlite(_) => self.text_or_null(column)?.map(|text| from_text(&text)),
+            Row::Postgres(row) => {
+                let value: Option<P> = row.try_get(column).map_err(|error| self.corrupt(column, error))?;
+                value.map(from_postgres)
             }
-            Row::Postgres(row) => row.try_get(column).map_err(|error| self.corrupt(column, error)),
-        }
+        };
+        value.transpose().map_err(|reason| self.corrupt(column, reason))
     }
 
     /// A value that must not be NULL.
@@ -137,7 +146,8 @@ impl<'r> Reader<'r> {
     }
 
     pub(crate) fn uuid_or_null(&self, column: &'static str) -> Result<Option<Uuid>> {
-        self.value_or_text(column, |text| text.parse().map_err(|error: uuid::Error| error.to_string()))
+        let from_text = |text: &str| exactly(text, parse, |id: &Uuid| id.hyphenated().to_string());
+        self.text_or(column, from_text, Ok)
     }
 
     pub(crate) fn uuid(&self, column: &'static str) -> Result<Uuid> {
@@ -145,15 +155,23 @@ impl<'r> Reader<'r> {
     }
 
     /// An id in a column of texts.
-    pub(crate) fn id_in_text<T: FromStr<Err: Display>>(&self, column: &'static str) -> Result<Option<T>> {
+    pub(crate) fn id_in_text<T: FromStr<Err: Display> + Display>(
+        &self,
+        column: &'static str,
+    ) -> Result<Option<T>> {
         let text = self.text_or_null(column)?;
-        text.map(|text| text.parse()).transpose().map_err(|error: T::Err| self.corrupt(column, error))
+        let id = text.map(|text| exactly(&text, parse, T::to_string)).transpose();
+        id.map_err(|error| self.corrupt(column, error))
     }
 
     pub(crate) fn time_or_null(&self, column: &'static str) -> Result<Option<DateTime<Utc>>> {
-        self.value_or_text(column, |text| {
+        let parse = |text: &str| {
             DateTime::parse_from_rfc3339(text).map(|time| time.to_utc()).map_err(|error| error.to_string())
-        })
+        };
+        let from_text = |text: &str| exactly(text, parse, |time| time_text(*time));
+        let from_postgres =
+            |time: PostgresTime| time.to_utc().ok_or_else(|| "it is infinite, or too far away".to_owned());
+        self.text_or(column, from_text, from_postgres)
     }
 
     pub(crate) fn time(&self, column: &'static str) -> Result<DateTime<Utc>> {
@@ -171,4 +189,19 @@ impl<'r> Reader<'r> {
     pub(crate) fn json<T: DeserializeOwned>(&self, column: &'static str) -> Result<T> {
         self.not_null(column, self.json_or_null(column)?)
     }
+}
+
+fn parse<T: FromStr<Err: Display>>(text: &str) -> std::result::Result<T, String> {
+    text.parse().map_err(|error: T::Err| error.to_string())
+}
+
+/// Reads a value that is compared as a text in statements, so only the form that this program writes is the value.
+fn exactly<T>(
+    text: &str,
+    parse: impl FnOnce(&str) -> std::result::Result<T, String>,
+    written: impl FnOnce(&T) -> String,
+) -> std::result::Result<T, String> {
+    let value = parse(text)?;
+    let written = written(&value);
+    if text == written { Ok(value) } else { Err(format!("'{text}' must be written as '{written}'")) }
 }

@@ -39,7 +39,7 @@ impl<T> Rows<T> {
             match read(row) {
                 Ok(value) => list.readable.push(value),
                 Err(error @ StoreError::Corrupt { .. }) => {
-                    let id = Reader::by_id(row, table.name).uuid("id")?;
+                    let id = Reader::by_id(row, table.name).id_in_any_form()?;
                     list.unreadable.push(Unreadable { id, error });
                 }
                 Err(error) => return Err(error),

@@ -39,6 +39,7 @@ const DAMAGE: &[(&str, &str)] = &[
     ("resource_limits", "'{}'"),
     ("resource_limits", r#"'{"cpu":"many","memory":"4G","disk":"10G"}'"#),
     ("snapshot_id", "'snap'"),
+    ("snapshot_id", "'0190C5F6-0000-7000-8000-00000000000A'"),
     ("mcp_config", "'{}'"),
     ("mcp_config", "'[1]'"),
     ("metadata", "'[]'"),
@@ -50,7 +51,14 @@ const DAMAGE: &[(&str, &str)] = &[
 /// Damage that PostgreSQL's types refuse.
 const SQLITE_DAMAGE: &[(&str, &str)] = &[
     ("agent_session_id", "'x'"),
+    ("agent_session_id", "'0190C5F6-0000-7000-8000-00000000000A'"),
     ("created_at", "'monday'"),
+    // The same time in other words: SQLite compares the texts.
+    ("created_at", "'2026-01-31T14:00:00.000000+02:00'"),
+    ("last_used_at", "'2026-01-31T12:00:00Z'"),
+    ("expires_at", "'2026-01-31t12:00:00.000000z'"),
+    ("attached_at", "'2026-01-31 12:00:00.000000Z'"),
+    ("owner", "'0190c5f6000070008000000000000001'"),
     ("last_used_at", "''"),
     ("expires_at", "'2026-13-01T00:00:00Z'"),
     ("resource_limits", "'{'"),
@@ -62,8 +70,12 @@ const SQLITE_DAMAGE: &[(&str, &str)] = &[
     ("image", "x'ff'"),
 ];
 
+/// Damage that SQLite's column types do not know, and PostgreSQL's allow.
+const POSTGRES_DAMAGE: &[(&str, &str)] =
+    &[("created_at", "'infinity'"), ("last_used_at", "'-infinity'"), ("expires_at", "'infinity'")];
+
 pub(crate) async fn each_damaged_column_of_a_workspace_is_named(db: TestDb) {
-    let others = if db.is_sqlite() { SQLITE_DAMAGE } else { &[] };
+    let others = if db.is_sqlite() { SQLITE_DAMAGE } else { POSTGRES_DAMAGE };
     for (damaged, value) in DAMAGE.iter().chain(others) {
         let id = db.add().await.id;
         if *damaged == "agent_session_id" {
@@ -102,6 +114,26 @@ pub(crate) async fn a_list_has_the_other_rows_and_names_the_damaged_one(db: Test
         db.sql(&format!("UPDATE agent_workspaces SET id = 'x' WHERE id = '{damaged}'")).await;
         let error = db.store.workspaces_in(WorkspaceStatus::ALL).await.unwrap_err();
         assert_eq!(column(&error, "agent_workspaces", &"(unreadable id)"), "id");
+    }
+}
+
+/// A statement with the id finds no such row, so lists must not show it as a good one. Its sandbox is still known.
+pub(crate) async fn a_row_whose_id_is_written_differently_is_damaged_and_named(db: TestDb) {
+    if !db.is_sqlite() {
+        return;
+    }
+    let good = db.add().await.id;
+    for form in ["upper(id)", "replace(id, '-', '')", "'{' || id || '}'"] {
+        let id = db.add().await.id;
+        assert_eq!(db.sql(&format!("UPDATE agent_workspaces SET id = {form} WHERE id = '{id}'")).await, 1);
+        let rows = db.store.workspaces_in(&[WorkspaceStatus::Creating]).await.unwrap();
+        assert_eq!(rows.readable.iter().map(|row| row.workspace.id).collect::<Vec<_>>(), [good], "{form}");
+        let unreadable = only(&rows.unreadable);
+        assert_eq!(unreadable.id, id.0);
+        assert_eq!(column(&unreadable.error, "agent_workspaces", &id), "id");
+        let page = db.store.workspaces(WorkspaceFilter::default(), None, 10).await.unwrap();
+        assert_eq!((page.workspaces.len(), page.unreadable[0].id), (1, id.0));
+        db.sql(&format!("DELETE FROM agent_workspaces WHERE id <> '{good}'")).await;
     }
 }
 
