@@ -13,11 +13,12 @@
 
 use std::collections::HashMap;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use emergent_mcp_protocol::codes;
 use emergent_mcp_protocol::envelope::error_line;
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -91,21 +92,13 @@ impl<C: Caller> Session<C> {
         })
     }
 
-    fn streams(&self) -> MutexGuard<'_, Streams> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn lock_uses(&self) -> MutexGuard<'_, Uses> {
-        self.uses.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     pub(crate) fn uses(&self) -> Uses {
-        *self.lock_uses()
+        *self.uses.lock()
     }
 
     /// Notes a use that lasts as long as the returned value.
     pub(crate) fn begin_use(self: &Arc<Self>, by: Use) -> InUse<C> {
-        let mut uses = self.lock_uses();
+        let mut uses = self.uses.lock();
         *uses.count(by) += 1;
         uses.last = Instant::now();
         drop(uses);
@@ -127,7 +120,7 @@ impl<C: Caller> Session<C> {
     pub(crate) fn close(&self) {
         self.ended.cancel();
         self.peer.close();
-        for log in self.streams().logs.values() {
+        for log in self.streams.lock().logs.values() {
             log.end();
         }
     }
@@ -150,13 +143,13 @@ impl<C: Caller> Session<C> {
 
     /// A stream that is still kept.
     pub(crate) fn stream(&self, number: u64) -> Option<Arc<EventLog>> {
-        self.streams().logs.get(&number).cloned()
+        self.streams.lock().logs.get(&number).cloned()
     }
 
     /// Adds a stream. The oldest streams of answered requests make room.
     fn add_stream(&self) -> (u64, Arc<EventLog>) {
         let log = Arc::new(EventLog::default());
-        let mut streams = self.streams();
+        let mut streams = self.streams.lock();
         streams.newest += 1;
         let number = streams.newest;
         let ended = streams.logs.iter().filter(|(_, log)| log.is_ended()).map(|(number, _)| *number);
@@ -221,7 +214,7 @@ impl<C: Caller> Deref for InUse<C> {
 
 impl<C: Caller> Drop for InUse<C> {
     fn drop(&mut self) {
-        let mut uses = self.session.lock_uses();
+        let mut uses = self.session.uses.lock();
         *uses.count(self.by) -= 1;
         uses.last = Instant::now();
     }
@@ -318,6 +311,6 @@ async fn fill<C: Caller>(
     if ended.run_until_cancelled(tokio::time::sleep(KEEP_ANSWERS)).await.is_some()
         && let Some(session) = session.upgrade()
     {
-        session.streams().logs.remove(&number);
+        session.streams.lock().logs.remove(&number);
     }
 }

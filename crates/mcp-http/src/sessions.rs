@@ -9,9 +9,10 @@
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 
 use crate::Refusal;
@@ -47,14 +48,10 @@ impl<C: Caller> Sessions<C> {
         Self { max, idle, replaceable_after, places: Mutex::default() }
     }
 
-    fn places(&self) -> MutexGuard<'_, Places<C>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// An open session of this owner.
     pub(crate) fn get(&self, id: &str, owner: &C::Owner) -> Option<Arc<Session<C>>> {
         let session = {
-            let places = self.places();
+            let places = self.places.lock();
             places.get(id).filter(|place| place.owner == *owner)?.session.clone()?
         };
         if session.is_over(self.idle) {
@@ -68,7 +65,7 @@ impl<C: Caller> Sessions<C> {
     pub(crate) fn reserve(&self, owner: C::Owner) -> Result<Reservation<'_, C>, Refusal> {
         self.sweep();
         let id = uuid::Uuid::new_v4().to_string();
-        let mut places = self.places();
+        let mut places = self.places.lock();
         let mut replaced = None;
         if places.len() >= self.max {
             let found = self.replaceable(&places, &owner).ok_or(Refusal::TooManySessions(self.max))?;
@@ -101,7 +98,7 @@ impl<C: Caller> Sessions<C> {
 
     /// Ends a session. False when there is none.
     pub(crate) fn remove(&self, id: &str) -> bool {
-        let removed = self.places().remove(id);
+        let removed = self.places.lock().remove(id);
         removed.and_then(|place| place.session).is_some_and(|session| {
             session.close();
             true
@@ -119,7 +116,7 @@ impl<C: Caller> Sessions<C> {
     }
 
     pub(crate) fn owners(&self) -> HashSet<C::Owner> {
-        self.places().values().map(|place| place.owner.clone()).collect()
+        self.places.lock().values().map(|place| place.owner.clone()).collect()
     }
 
     /// Ends all sessions. Those that begin now do not begin.
@@ -128,20 +125,20 @@ impl<C: Caller> Sessions<C> {
     }
 
     fn remove_where(&self, is_removed: impl Fn(&Place<C>) -> bool) {
-        let removed: Vec<_> = self.places().extract_if(|_, place| is_removed(place)).collect();
+        let removed: Vec<_> = self.places.lock().extract_if(|_, place| is_removed(place)).collect();
         removed.iter().filter_map(|(_, place)| place.session.as_ref()).for_each(|session| session.close());
     }
 
     /// Requests in progress.
     pub(crate) fn requests(&self) -> usize {
-        let places = self.places();
+        let places = self.places.lock();
         let open = places.values().filter_map(|place| place.session.as_ref());
         open.map(|session| session.uses().requests).sum()
     }
 
     /// Sessions that are open.
     pub(crate) fn count(&self) -> usize {
-        self.places().values().filter(|place| place.session.is_some()).count()
+        self.places.lock().values().filter(|place| place.session.is_some()).count()
     }
 }
 
@@ -154,7 +151,7 @@ impl<C: Caller> Reservation<'_, C> {
         accepts_empty_events: bool,
     ) -> Option<Arc<Session<C>>> {
         let session = Session::begin(self.id.clone(), peer, notifications, accepts_empty_events);
-        let mut places = self.sessions.places();
+        let mut places = self.sessions.places.lock();
         places.get_mut(&self.id)?.session = Some(Arc::clone(&session));
         drop(places);
         Some(session)
@@ -163,7 +160,7 @@ impl<C: Caller> Reservation<'_, C> {
 
 impl<C: Caller> Drop for Reservation<'_, C> {
     fn drop(&mut self) {
-        let mut places = self.sessions.places();
+        let mut places = self.sessions.places.lock();
         if places.get(&self.id).is_some_and(|place| place.session.is_none()) {
             places.remove(&self.id);
         }
