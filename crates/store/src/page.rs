@@ -1,20 +1,37 @@
 //! Cursors: where the next page begins, as a text that callers pass back unread.
 //!
 //! A cursor names the last row of its page by the list's own order, so rows that come or go between two pages
-//! neither repeat nor hide others.
+//! neither repeat nor hide others. It has the values as the engine stores them, because a row with a damaged value has
+//! a place in the order, too.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use chrono::{DateTime, Utc};
-use uuid::Uuid;
+use serde::{Deserialize, Serialize};
 
+use crate::db::Db;
 use crate::error::{Result, StoreError};
-use crate::query::Table;
+use crate::postgres_time::PostgresTime;
+use crate::query::{Argument, Table};
 use crate::row::{Reader, Row};
 use crate::rows::Rows;
 
 /// The most rows a page can have.
 pub(crate) const MAX_PAGE: u32 = 500;
+
+/// The longest cursor. A damaged value may be of any length.
+const MAX_CURSOR_BYTES: usize = 4096;
+
+/// A time as the engine stores it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum StoredTime {
+    Sqlite(String),
+    Postgres(PostgresTime),
+}
+
+/// The place of a row in the order (`created_at`, `id`).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Place(StoredTime, String);
 
 /// How many rows to ask for: one more than the page has, to see whether there is a next one.
 pub(crate) fn rows_wanted(limit: u32) -> i64 {
@@ -35,11 +52,10 @@ pub(crate) fn read<T>(
 ) -> Result<(Rows<T>, Option<String>)> {
     let has_next = rows.len() > page_length(limit);
     rows.truncate(page_length(limit));
-    // Without these two columns of the last row the next page can't be found, so their damage fails the page.
     let cursor = match rows.last() {
         Some(last) if has_next => {
             let last = Reader::by_id(last, table.name);
-            Some(time_cursor(last.time("created_at")?, last.uuid("id")?))
+            Some(place_cursor(&Place(last.stored_time("created_at")?, last.stored_id("id")?)))
         }
         _ => None,
     };
@@ -55,19 +71,32 @@ pub(crate) fn cut<T>(rows: &mut Vec<T>, limit: u32, cursor: impl Fn(&T) -> Strin
     rows.last().map(cursor)
 }
 
-/// The cursor after a row in the order (time, id).
-pub(crate) fn time_cursor(time: DateTime<Utc>, id: Uuid) -> String {
-    URL_SAFE_NO_PAD.encode(format!("t{}/{id}", time.timestamp_micros()))
+/// The parameters for the columns `created_at` and `id` of the row before the page. NULL for the first page.
+pub(crate) fn after(cursor: Option<&str>, db: &Db) -> Result<[Argument; 2]> {
+    let Some(cursor) = cursor else {
+        return Ok([Argument::Time(None), Argument::Id(None)]);
+    };
+    let Place(time, id) = parse_place_cursor(cursor)?;
+    match (db, time) {
+        (Db::Sqlite { .. }, StoredTime::Sqlite(time)) => {
+            Ok([Argument::Text(Some(time)), Argument::Text(Some(id))])
+        }
+        (Db::Postgres(_), StoredTime::Postgres(time)) => {
+            let id = id.parse().map_err(|_| StoreError::BadCursor)?;
+            Ok([Argument::PostgresTime(time), Argument::Id(Some(id))])
+        }
+        _ => Err(StoreError::BadCursor),
+    }
 }
 
-/// Reads [`time_cursor`].
-pub(crate) fn parse_time_cursor(cursor: &str) -> Result<(DateTime<Utc>, Uuid)> {
-    let parse = || {
-        let text = decode(cursor)?;
-        let (micros, id) = text.strip_prefix('t')?.split_once('/')?;
-        let time = DateTime::from_timestamp_micros(micros.parse().ok()?)?;
-        Some((time, id.parse().ok()?))
-    };
+/// The cursor after a row in the order (`created_at`, `id`).
+fn place_cursor(place: &Place) -> String {
+    URL_SAFE_NO_PAD.encode(serde_json::json!(place).to_string())
+}
+
+/// Reads [`place_cursor`].
+fn parse_place_cursor(cursor: &str) -> Result<Place> {
+    let parse = || serde_json::from_str(&decode(cursor)?).ok();
     parse().ok_or(StoreError::BadCursor)
 }
 
@@ -83,7 +112,7 @@ pub(crate) fn parse_seq_cursor(cursor: &str) -> Result<i64> {
 }
 
 fn decode(cursor: &str) -> Option<String> {
-    if cursor.len() > 128 {
+    if cursor.len() > MAX_CURSOR_BYTES {
         return None;
     }
     String::from_utf8(URL_SAFE_NO_PAD.decode(cursor).ok()?).ok()
@@ -97,15 +126,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cursors_come_back(micros in -62_167_219_200_000_000i64..253_402_300_799_000_000, id: u128, seq in 0..i64::MAX) {
-            let (time, id) = (DateTime::from_timestamp_micros(micros).unwrap(), Uuid::from_u128(id));
-            prop_assert_eq!(parse_time_cursor(&time_cursor(time, id)).unwrap(), (time, id));
+        fn cursors_come_back(time in "\\PC{0,40}", micros: i64, id in "\\PC{0,40}", seq in 0..i64::MAX) {
+            for time in [StoredTime::Sqlite(time), StoredTime::Postgres(PostgresTime::from_micros(micros))] {
+                let place = Place(time, id.clone());
+                prop_assert_eq!(parse_place_cursor(&place_cursor(&place)).unwrap(), place);
+            }
             prop_assert_eq!(parse_seq_cursor(&seq_cursor(seq.unsigned_abs())).unwrap(), seq);
         }
 
         #[test]
         fn other_texts_are_refused_without_a_panic(text in "\\PC{0,40}") {
-            prop_assert!(parse_time_cursor(&text).is_err());
+            prop_assert!(parse_place_cursor(&text).is_err());
             prop_assert!(parse_seq_cursor(&text).is_err());
         }
     }

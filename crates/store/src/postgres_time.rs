@@ -2,18 +2,26 @@
 //! which its addition panics.
 
 use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use sqlx::encode::IsNull;
 use sqlx::error::BoxDynError;
-use sqlx::postgres::{PgTypeInfo, PgValueRef};
-use sqlx::{Decode, Postgres, Type};
+use sqlx::postgres::{PgArgumentBuffer, PgTypeInfo, PgValueRef};
+use sqlx::{Decode, Encode, Postgres, Type};
 
 /// The beginning of the year 2000, from which PostgreSQL counts, in Unix time.
 const EPOCH_MICROS: i64 = 946_684_800_000_000;
 
 /// A TIMESTAMPTZ, in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
 pub(crate) struct PostgresTime(i64);
 
 impl PostgresTime {
+    #[cfg(test)]
+    pub(crate) fn from_micros(micros: i64) -> Self {
+        Self(micros)
+    }
+
     /// None if the calendar does not have it.
     pub(crate) fn to_utc(self) -> Option<DateTime<Utc>> {
         DateTime::from_timestamp_micros(self.0.checked_add(EPOCH_MICROS)?)
@@ -23,6 +31,12 @@ impl PostgresTime {
 impl Type<Postgres> for PostgresTime {
     fn type_info() -> PgTypeInfo {
         <DateTime<Utc> as Type<Postgres>>::type_info()
+    }
+}
+
+impl Encode<'_, Postgres> for PostgresTime {
+    fn encode_by_ref(&self, buffer: &mut PgArgumentBuffer) -> Result<IsNull, BoxDynError> {
+        <i64 as Encode<Postgres>>::encode_by_ref(&self.0, buffer)
     }
 }
 

@@ -19,6 +19,7 @@ use uuid::Uuid;
 
 use crate::db::{Connection, Engine};
 use crate::error::Result;
+use crate::postgres_time::PostgresTime;
 use crate::row::{Reader, Row};
 use crate::types::{time_text, to_microseconds};
 
@@ -50,6 +51,8 @@ pub(crate) enum Argument {
     Id(Option<Uuid>),
     Time(Option<DateTime<Utc>>),
     Json(Option<Value>),
+    /// A time that PostgreSQL gave, whether or not the calendar has it.
+    PostgresTime(PostgresTime),
 }
 
 /// A value that can be a parameter.
@@ -58,6 +61,14 @@ pub(crate) trait Bind {
     const NULL: Argument;
 
     fn into_argument(self) -> std::result::Result<Argument, BoxDynError>;
+}
+
+impl Bind for Argument {
+    const NULL: Argument = Argument::Text(None);
+
+    fn into_argument(self) -> std::result::Result<Argument, BoxDynError> {
+        Ok(self)
+    }
 }
 
 impl<T: Bind> Bind for Option<T> {
@@ -186,6 +197,7 @@ impl Query {
             Argument::Id(value) => query.bind(value.map(|id| id.hyphenated().to_string())),
             Argument::Time(value) => query.bind(value.map(time_text)),
             Argument::Json(value) => query.bind(value.map(|value| value.to_string())),
+            Argument::PostgresTime(time) => query.bind(time.to_utc().map(time_text)),
         }))
     }
 
@@ -199,6 +211,7 @@ impl Query {
             Argument::Id(value) => query.bind(value),
             Argument::Time(value) => query.bind(value),
             Argument::Json(value) => query.bind(value.map(Json)),
+            Argument::PostgresTime(value) => query.bind(value),
         }))
     }
 

@@ -21,6 +21,7 @@ use sqlx::{Decode, Postgres, Row as _, Sqlite, Type};
 use uuid::Uuid;
 
 use crate::error::{Result, StoreError};
+use crate::page::StoredTime;
 use crate::postgres_time::PostgresTime;
 use crate::types::time_text;
 
@@ -172,6 +173,22 @@ impl<'r> Reader<'r> {
         let from_postgres =
             |time: PostgresTime| time.to_utc().ok_or_else(|| "it is infinite, or too far away".to_owned());
         self.text_or(column, from_text, from_postgres)
+    }
+
+    /// A time as the engine stores it, damaged or not.
+    pub(crate) fn stored_time(&self, column: &'static str) -> Result<StoredTime> {
+        let time = self.text_or(
+            column,
+            |text| Ok(StoredTime::Sqlite(text.to_owned())),
+            |time| Ok(StoredTime::Postgres(time)),
+        )?;
+        self.not_null(column, time)
+    }
+
+    /// An id as the engine stores it, damaged or not.
+    pub(crate) fn stored_id(&self, column: &'static str) -> Result<String> {
+        let id = self.text_or(column, |text| Ok(text.to_owned()), |id: Uuid| Ok(id.to_string()))?;
+        self.not_null(column, id)
     }
 
     pub(crate) fn time(&self, column: &'static str) -> Result<DateTime<Utc>> {

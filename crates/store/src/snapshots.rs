@@ -230,7 +230,7 @@ impl Store {
         cursor: Option<&str>,
         limit: u32,
     ) -> Result<SnapshotList> {
-        let after = cursor.map(page::parse_time_cursor).transpose()?;
+        let [time, id] = page::after(cursor, self.db())?;
         let rows = SNAPSHOTS
             .select(
                 "WHERE ($1 IS NULL OR workspace_id = $1) AND ($2 IS NULL OR (created_at, id) < ($2, $3))
@@ -238,8 +238,8 @@ impl Store {
                  ORDER BY created_at DESC, id DESC LIMIT $4",
             )
             .bind(workspace_id.map(|id| id.0))
-            .bind(after.map(|(time, _)| time))
-            .bind(after.map(|(_, id)| id))
+            .bind(time)
+            .bind(id)
             .bind(page::rows_wanted(limit))
             .bind(quarantined)
             .fetch_all(&mut self.db().reader().await?)

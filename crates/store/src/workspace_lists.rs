@@ -58,7 +58,7 @@ impl Store {
         cursor: Option<&str>,
         limit: u32,
     ) -> Result<WorkspaceList> {
-        let after = cursor.map(page::parse_time_cursor).transpose()?;
+        let [time, id] = page::after(cursor, self.db())?;
         let rows = WORKSPACES
             .select(
                 "WHERE ($1 IS NULL OR container_type = $1)
@@ -72,8 +72,8 @@ impl Store {
             .bind(filter.provider.map(ProviderName::as_str))
             .bind(filter.status.map(WorkspaceStatus::as_str))
             .bind(filter.agent_session_id.map(|id| id.0))
-            .bind(after.map(|(time, _)| time))
-            .bind(after.map(|(_, id)| id))
+            .bind(time)
+            .bind(id)
             .bind(page::rows_wanted(limit))
             .fetch_all(&mut self.db().reader().await?)
             .await?;

@@ -149,6 +149,47 @@ pub(crate) async fn a_page_that_ends_with_a_damaged_row_has_a_next_page(db: Test
     assert_eq!((second.unreadable.len(), second.next_cursor), (0, None));
 }
 
+/// The damaged column is one of those that order the list, so the next page begins after a damaged value.
+pub(crate) async fn every_page_is_reached_past_rows_with_a_damaged_time_or_id(db: TestDb) {
+    let damage: &[(&str, &str)] = if db.is_sqlite() {
+        &[
+            ("created_at", "'monday'"),
+            ("created_at", "''"),
+            ("created_at", "substr(created_at, 1, 5) || '13' || substr(created_at, 8)"),
+            ("created_at", "'/\"[]' || char(10) || 'é'"),
+            ("id", "upper(id)"),
+        ]
+    } else {
+        &[("created_at", "'infinity'"), ("created_at", "'-infinity'")]
+    };
+    for (damaged, value) in damage {
+        let mut expected = Vec::new();
+        for _ in 0..5 {
+            expected.push(db.add().await.id.0);
+        }
+        for id in &expected[1..3] {
+            let sql = format!("UPDATE agent_workspaces SET {damaged} = {value} WHERE id = '{id}'");
+            assert_eq!(db.sql(&sql).await, 1);
+        }
+        for limit in 1..6 {
+            let (mut found, mut cursor) = (Vec::new(), None);
+            loop {
+                let page = db.store.workspaces(WorkspaceFilter::default(), cursor.as_deref(), limit);
+                let page = page.await.unwrap();
+                found.extend(page.workspaces.iter().map(|workspace| workspace.id.0));
+                found.extend(page.unreadable.iter().map(|row| row.id));
+                cursor = page.next_cursor;
+                if cursor.is_none() {
+                    break;
+                }
+            }
+            found.sort();
+            assert_eq!(found, expected, "{damaged} = {value}, pages of {limit}");
+        }
+        db.sql("DELETE FROM agent_workspaces").await;
+    }
+}
+
 /// A filter on the status would hide the row, and recovery would take its sandbox for one without a row.
 pub(crate) async fn recovery_sees_a_workspace_with_an_unknown_status(db: TestDb) {
     let id = db.add().await.id;

@@ -124,6 +124,7 @@ both_engines! {
         a_list_has_the_other_rows_and_names_the_damaged_one,
         a_row_whose_id_is_written_differently_is_damaged_and_named,
         a_page_that_ends_with_a_damaged_row_has_a_next_page,
+        every_page_is_reached_past_rows_with_a_damaged_time_or_id,
         recovery_sees_a_workspace_with_an_unknown_status,
         an_mcp_server_without_a_configuration_or_name_is_damaged,
         a_damaged_row_is_not_changed,
