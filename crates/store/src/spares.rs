@@ -93,7 +93,7 @@ pub struct Claim {
 
 impl Store {
     /// Inserts a spare that is about to be made. False if `most` spares of this shape and digest exist or are being made;
-    /// the limit holds over all servers.
+    /// the limit holds over all servers. A spare with damaged limits may be of this shape, so it counts.
     pub async fn insert_spare(
         &self,
         id: WorkspaceId,
@@ -115,12 +115,11 @@ impl Store {
                 .bind(clean(digest))
                 .fetch_all(connection)
                 .await?;
-                let mut same = 0;
-                for row in &rows {
-                    let limits: ResourceLimits = Reader::by_id(row, SPARES.name).json("resource_limits")?;
-                    same += u32::from(limits == shape.limits);
-                }
-                if same >= most {
+                let is_same = |row: &&Row| {
+                    let limits = Reader::by_id(row, SPARES.name).json::<ResourceLimits>("resource_limits");
+                    limits.map_or(true, |limits| limits == shape.limits)
+                };
+                if rows.iter().filter(is_same).count() >= most as usize {
                     return Ok(false);
                 }
                 query(

@@ -92,7 +92,8 @@ impl Store {
         Ok(rows)
     }
 
-    /// How many workspaces and MCP servers each provider has; those being destroyed don't count.
+    /// How many workspaces and MCP servers each provider has; those being destroyed don't count. Rows with a damaged provider
+    /// belong to none: they are in the lists as damaged, and in the log.
     pub async fn active_counts(&self) -> Result<BTreeMap<ProviderName, u64>> {
         let rows = query(
             "SELECT provider, COUNT(*) AS active FROM agent_workspaces
@@ -100,12 +101,17 @@ impl Store {
         )
         .fetch_all(&mut self.db().reader().await?)
         .await?;
-        rows.iter()
-            .map(|row| {
-                // The reason of the error quotes the provider, so the rows can be found by it.
-                let row = Reader::with_key(row, WORKSPACES.name, "(all rows of one provider)");
-                Ok((row.name("provider")?, row.unsigned("active")?))
-            })
-            .collect()
+        let mut counts = BTreeMap::new();
+        for row in &rows {
+            // The reason of the error quotes the provider, so the rows can be found by it.
+            let row = Reader::with_key(row, WORKSPACES.name, "(all rows of one provider)");
+            match row.name("provider") {
+                Ok(provider) => {
+                    counts.insert(provider, row.unsigned("active")?);
+                }
+                Err(error) => tracing::warn!(%error, "workspaces are not counted: their provider is damaged"),
+            }
+        }
+        Ok(counts)
     }
 }

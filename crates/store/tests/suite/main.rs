@@ -129,7 +129,8 @@ both_engines! {
         an_mcp_server_without_a_configuration_or_name_is_damaged,
         a_damaged_row_is_not_changed,
         damaged_spares_snapshots_and_tokens_are_named,
-        a_damaged_idempotency_key_setting_or_server_is_named;
+        a_damaged_idempotency_key_setting_or_server_is_named,
+        a_damaged_row_does_not_stop_others_from_being_counted_or_made;
     stored_credentials:
         the_migration_removes_credentials_from_stored_urls,
         rows_without_credentials_are_left_alone;
