@@ -5,7 +5,7 @@
 //! hash, and the hash compared in constant time.
 //!
 //! Invariant: no call revokes the last usable admin token. A token is usable while it is neither revoked nor
-//! expired. Without a usable one no token could be created any more. Calls that
+//! expired, and its row is not damaged. Without a usable one no token could be created any more. Calls that
 //! revoke take [`Lock::Tokens`], so two of them can't each count on the token that the other one revokes.
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -138,6 +138,11 @@ impl TokenRow {
             revoked_at: row.time_or_null("revoked_at")?,
         })
     }
+}
+
+/// Whether this is an admin token that is not expired.
+fn is_admin_at(token: &Token, now: DateTime<Utc>) -> bool {
+    token.scope == TokenScope::Admin && token.expires_at.is_none_or(|end| end > now)
 }
 
 /// Inserts a new token. Fails with [`StoreError::Conflict`] if its name is in use.
@@ -312,31 +317,33 @@ impl Store {
         let revoked = self
             .db()
             .transaction(Lock::Tokens, async |connection| {
-            let row = TOKENS
-                .returning("UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL")
-                .bind(id.0)
-                .bind(now)
-                .fetch_optional(connection)
-                .await?;
-            let Some(row) = row else {
-                let (kind, id) = ("token", id.to_string());
-                return Err(StoreError::NotFound { kind, id });
-            };
-            let token = TokenRow::from_row(&row)?.token;
-            let is_usable = token.expires_at.is_none_or(|end| end > now);
-            if token.scope == TokenScope::Admin && is_usable {
-                let others = query(
-                    "SELECT COUNT(*) AS count FROM access_tokens
-                     WHERE scope = 'admin' AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > $1)",
-                );
-                let others = others.bind(now).fetch_count(connection).await?;
-                if others == 0 {
-                    // An error rolls the transaction back, and the revocation with it.
-                    return Err(StoreError::LastAdminToken { name: token.name });
+                let row = TOKENS
+                    .returning(
+                        "UPDATE access_tokens SET revoked_at = $2 WHERE id = $1 AND revoked_at IS NULL",
+                    )
+                    .bind(id.0)
+                    .bind(now)
+                    .fetch_optional(connection)
+                    .await?;
+                let Some(row) = row else {
+                    let (kind, id) = ("token", id.to_string());
+                    return Err(StoreError::NotFound { kind, id });
+                };
+                let token = TokenRow::from_row(&row)?.token;
+                if is_admin_at(&token, now) {
+                    let others = TOKENS.select("WHERE scope = 'admin' AND revoked_at IS NULL");
+                    let others = others.fetch_all(connection).await?;
+                    // A damaged token is refused, so it is none to count on.
+                    let is_usable =
+                        |row| TokenRow::from_row(row).is_ok_and(|other| is_admin_at(&other.token, now));
+                    if !others.iter().any(is_usable) {
+                        // An error rolls the transaction back, and the revocation with it.
+                        return Err(StoreError::LastAdminToken { name: token.name });
+                    }
                 }
-            }
-            Ok(())
-        }).await;
+                Ok(())
+            })
+            .await;
         self.known_tokens().forget();
         revoked
     }

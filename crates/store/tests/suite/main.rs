@@ -83,6 +83,7 @@ both_engines! {
         tokens_of_projects_and_sessions_go_with_them,
         last_use_is_written_once_a_minute,
         the_last_usable_admin_token_is_not_revoked,
+        a_damaged_admin_token_is_not_a_usable_one,
         revoking_all_admin_tokens_at_once_leaves_one,
         a_token_is_replaced_by_one_with_its_name;
     audit:

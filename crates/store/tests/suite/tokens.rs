@@ -177,6 +177,30 @@ pub(crate) async fn the_last_usable_admin_token_is_not_revoked(db: TestDb) {
     assert_eq!(refusal(store.verify_token(&last.secret, now()).await), TokenRefusal::Revoked);
 }
 
+pub(crate) async fn a_damaged_admin_token_is_not_a_usable_one(db: TestDb) {
+    let store = &db.store;
+    let last = store.create_token(&admin("last"), now()).await.unwrap();
+    let damaged = store.create_token(&admin("damaged"), now()).await.unwrap();
+    let session_id = SessionId::generate();
+    db.sql(&format!("INSERT INTO agent_sessions (id) VALUES ('{session_id}')")).await;
+    let damage: &[&str] = if db.is_sqlite() {
+        &["session_id = NULL, created_at = 'monday'", "expires_at = 'never'"]
+    } else {
+        &["session_id = NULL, expires_at = 'infinity'"]
+    };
+    let ids = format!("session_id = '{session_id}'");
+    for damage in [ids.as_str()].iter().chain(damage) {
+        db.sql(&format!("UPDATE access_tokens SET {damage} WHERE id = '{}'", damaged.token.id)).await;
+        let verified = store.verify_token(&damaged.secret, now()).await;
+        assert!(matches!(verified, Err(StoreError::Corrupt { .. })), "{damage}: {verified:?}");
+        let error = store.revoke_token(last.token.id, now()).await.unwrap_err();
+        assert!(matches!(&error, StoreError::LastAdminToken { .. }), "{damage}: {error}");
+    }
+    store.verify_token(&last.secret, now()).await.unwrap();
+    store.create_token(&admin("next"), now()).await.unwrap();
+    store.revoke_token(last.token.id, now()).await.unwrap();
+}
+
 pub(crate) async fn revoking_all_admin_tokens_at_once_leaves_one(db: TestDb) {
     // On PostgreSQL a second server has connections of its own.
     let other = if db.is_sqlite() { db.store.clone() } else { db.location.open().await.unwrap() };
