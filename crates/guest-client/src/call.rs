@@ -117,9 +117,8 @@ impl Call {
     /// Gives consumed credit back to the guest, in steps.
     fn give_back(&mut self, cost: u32) {
         self.owed += cost;
-        if self.owed >= CREDIT_STEP && self.shared.table.lock().grant(self.id, self.owed) {
-            self.shared.queue(&Frame::credit(self.id, self.owed));
-            self.owed = 0;
+        if self.owed >= CREDIT_STEP {
+            self.shared.give_back(self.id, std::mem::take(&mut self.owed));
         }
     }
 
@@ -174,7 +173,7 @@ impl Call {
 impl Drop for Call {
     fn drop(&mut self) {
         if !self.ended && self.shared.table.lock().abandon(self.id) {
-            self.shared.queue(&Frame::new(Kind::Cancel, self.id, []));
+            self.shared.queue(Frame::new(Kind::Cancel, self.id, []));
         }
         self.input.end();
     }

@@ -3,10 +3,9 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bytes::Bytes;
 use emergent_guest_protocol::{
     AgentHello, Decoder, Frame, GuestCall, HostHello, Kind, MAX_ACCEPTS, ProtocolError, Receiver,
-    VersionMismatch,
+    VersionMismatch, encode_header,
 };
 use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -25,6 +24,9 @@ const GREETING_TIME: Duration = Duration::from_secs(20);
 const QUEUED_FRAMES: usize = 64;
 /// Frames that are written at once.
 const FRAMES_AT_ONCE: usize = 8;
+/// The time limit for the guest to take the next bytes, and for a call to get a place in the queue. It is longer than that of
+/// [`Silence`], so that a sandbox that is paused counts as silent.
+const STALL_TIME: Duration = Duration::from_secs(60);
 /// The size of a channel's read buffer.
 const READ_BYTES: usize = 32 * 1024;
 /// Why a channel ended.
@@ -39,6 +41,9 @@ pub enum Closed {
     /// The guest does not answer.
     #[error("the guest does not answer")]
     Silent,
+    /// The guest does not read.
+    #[error("the guest does not read")]
+    Stalled,
     /// The host closed it.
     #[error("it was closed")]
     ByHost,
@@ -67,15 +72,21 @@ pub struct GuestClient {
     protocol: u16,
 }
 
-/// A frame, and its place in the queue until it is written.
-type Queued = (Bytes, Option<OwnedSemaphorePermit>);
+/// An entry of the queue to the guest.
+enum Outgoing {
+    /// A frame, and its place in the queue until it is written.
+    Frame { frame: Frame, _place: Option<OwnedSemaphorePermit> },
+    /// The CREDIT frame of a call. It grants all credit that its caller gives back until it is written.
+    Credit(u32),
+}
 
 /// The state that tasks and calls share.
 pub(crate) struct Shared {
     pub(crate) table: Mutex<Table<Sink>>,
-    /// Frames to write, in order. Those of calls and their input hold a place in the queue. ACCEPT, CREDIT and CANCEL, whose
-    /// senders can't wait, are bounded by the number of open calls.
-    outgoing: mpsc::UnboundedSender<Queued>,
+    /// The queue to the guest. CALL, INPUT and INPUT_END hold a place in it. The senders of other frames can't wait. These frames
+    /// are bounded too: each call has one CREDIT, one CANCEL and one ACCEPT at most, an ACCEPT call that was not sent can't end
+    /// and holds its permit, and [`Silence`] limits the PINGs.
+    outgoing: mpsc::UnboundedSender<Outgoing>,
     places: Arc<Semaphore>,
     /// Permits for ACCEPT calls.
     accepts: Arc<Semaphore>,
@@ -136,7 +147,7 @@ impl GuestClient {
         self.protocol
     }
 
-    /// Starts a call, in the form that the agent's version knows.
+    /// Starts a call, in the form that the agent's version knows. Waits a limited time while the guest does not read.
     pub async fn start(&self, message: &GuestCall) -> Result<Call, CallError> {
         let message = message.adapt(self.protocol)?;
         let kind = if matches!(*message, GuestCall::Listen(_)) { CallKind::Listen } else { CallKind::Work };
@@ -191,9 +202,13 @@ impl Shared {
         Arc::clone(&self.accepts)
     }
 
-    /// Waits for a place in the queue.
+    /// Waits for a place in the queue. Places are given in the order of the requests, so a guest that reads frees one in time.
     async fn place(&self) -> Result<OwnedSemaphorePermit, Closed> {
-        self.places().acquire_owned().await.map_err(|_| self.closed_reason())
+        if let Ok(place) = timeout(STALL_TIME, self.places().acquire_owned()).await {
+            return place.map_err(|_| self.closed_reason());
+        }
+        self.close(Closed::Stalled);
+        Err(self.closed_reason())
     }
 
     /// Parks an ACCEPT call for the listener of a LISTEN call.
@@ -224,7 +239,7 @@ impl Shared {
             let id = table
                 .open(kind, sink)
                 .ok_or_else(|| CallError::Lost(Closed::Ended("out of call ids".into())))?;
-            self.put(&Frame { call: id, ..frame }, place);
+            self.enqueue(Outgoing::Frame { frame: Frame { call: id, ..frame }, _place: place });
             id
         };
         // The guest owes no frame for a parked call.
@@ -234,12 +249,46 @@ impl Shared {
         Ok(Call::new(id, Arc::clone(self), incoming, input))
     }
 
-    pub(crate) fn put(&self, frame: &Frame, place: Option<OwnedSemaphorePermit>) {
-        let _ = self.outgoing.send((frame.to_bytes().into(), place));
+    /// Queues a frame that holds a place.
+    pub(crate) fn put(&self, frame: Frame, place: OwnedSemaphorePermit) {
+        self.enqueue(Outgoing::Frame { frame, _place: Some(place) });
     }
 
-    pub(crate) fn queue(&self, frame: &Frame) {
-        self.put(frame, None);
+    /// Queues a frame that holds no place.
+    pub(crate) fn queue(&self, frame: Frame) {
+        self.enqueue(Outgoing::Frame { frame, _place: None });
+    }
+
+    /// Gives back the credit of output that was consumed.
+    pub(crate) fn give_back(&self, id: u32, amount: u32) {
+        if self.table.lock().give_back(id, amount) {
+            self.enqueue(Outgoing::Credit(id));
+        }
+    }
+
+    fn enqueue(&self, outgoing: Outgoing) {
+        let _ = self.outgoing.send(outgoing);
+    }
+
+    /// The bytes of frames that are sent now. The guest may answer them from now on.
+    fn send(&self, queued: &[Outgoing]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for outgoing in queued {
+            match outgoing {
+                Outgoing::Frame { frame, .. } => {
+                    if matches!(frame.kind, Kind::Call | Kind::Accept) {
+                        self.table.lock().note_sent(frame.call);
+                    }
+                    bytes.extend_from_slice(&encode_header(frame.kind, frame.call, frame.payload.len()));
+                    bytes.extend_from_slice(&frame.payload);
+                }
+                Outgoing::Credit(id) => {
+                    let amount = self.table.lock().grant(*id);
+                    bytes.extend(amount.into_iter().flat_map(|amount| Frame::credit(*id, amount).to_bytes()));
+                }
+            }
+        }
+        bytes
     }
 
     fn close(&self, reason: Closed) {
@@ -277,36 +326,46 @@ impl Shared {
 async fn write_frames(
     shared: Arc<Shared>,
     mut writer: impl AsyncWrite + Unpin,
-    mut queued: mpsc::UnboundedReceiver<Queued>,
+    mut queued: mpsc::UnboundedReceiver<Outgoing>,
 ) {
     // Frames that wait are written at once: several processes on the way pass each write on.
-    let (mut frames, mut bytes) = (Vec::new(), Vec::new());
+    let mut frames = Vec::new();
     loop {
         tokio::select! {
             () = shared.closed.cancelled() => break,
             _ = queued.recv_many(&mut frames, FRAMES_AT_ONCE) => {}
         }
-        let written = async {
-            if let [(frame, _)] = frames.as_slice() {
-                writer.write_all(frame).await?;
-            } else {
-                bytes.clear();
-                frames.iter().for_each(|(frame, _)| bytes.extend_from_slice(frame));
-                writer.write_all(&bytes).await?;
-            }
-            writer.flush().await
-        };
+        let bytes = shared.send(&frames);
         let written = tokio::select! {
             () = shared.closed.cancelled() => break,
-            written = written => written,
+            written = write_all(&mut writer, &bytes) => written,
         };
         frames.clear();
-        if let Err(error) = written {
-            shared.close(Closed::Ended(error.to_string()));
+        if let Err(reason) = written {
+            shared.close(reason);
             break;
         }
     }
-    let _ = writer.shutdown().await;
+    let _ = timeout(STALL_TIME, writer.shutdown()).await;
+}
+
+/// Writes bytes. Fails when the guest takes none of them in time.
+async fn write_all(writer: &mut (impl AsyncWrite + Unpin), mut bytes: &[u8]) -> Result<(), Closed> {
+    while !bytes.is_empty() {
+        let written = unless_stalled(writer.write(bytes)).await?;
+        if written == 0 {
+            return Err(Closed::Ended("it takes no more bytes".into()));
+        }
+        bytes = &bytes[written..];
+    }
+    unless_stalled(writer.flush()).await
+}
+
+async fn unless_stalled<T>(written: impl Future<Output = std::io::Result<T>>) -> Result<T, Closed> {
+    match timeout(STALL_TIME, written).await {
+        Ok(written) => written.map_err(|error| Closed::Ended(error.to_string())),
+        Err(_) => Err(Closed::Stalled),
+    }
 }
 
 async fn read_frames(shared: Arc<Shared>, mut reader: impl AsyncRead + Unpin, mut input: Input) {
@@ -318,7 +377,7 @@ async fn read_frames(shared: Arc<Shared>, mut reader: impl AsyncRead + Unpin, mu
             next = input.next(&mut reader) => next,
             () = silence.wait(&shared) => {
                 match silence.tick() {
-                    Some(ping) => shared.queue(&ping),
+                    Some(ping) => shared.queue(ping),
                     None => break Closed::Silent,
                 }
                 continue;

@@ -113,7 +113,7 @@ impl InputWriter {
             self.credit.refund(data_cost(self.reserved) - data_cost(length));
         }
         self.reserved = 0;
-        self.shared.put(&Frame::new(Kind::Input, self.id, &bytes[..length]), Some(place));
+        self.shared.put(Frame::new(Kind::Input, self.id, &bytes[..length]), place);
         Poll::Ready(Ok(length))
     }
 
@@ -122,7 +122,7 @@ impl InputWriter {
         let Some(place) = ready!(self.places.poll_acquire(context)) else {
             return Poll::Ready(Err(InputError::Lost(self.shared.closed_reason())));
         };
-        self.shared.put(&Frame::new(Kind::InputEnd, self.id, []), Some(place));
+        self.shared.put(Frame::new(Kind::InputEnd, self.id, []), place);
         Poll::Ready(Ok(()))
     }
 }

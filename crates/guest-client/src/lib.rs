@@ -4,8 +4,9 @@
 //! tasks serve a channel: one writes queued frames, one reads frames and delivers them to their calls.
 //! [`GuestClient::listen`] opens a port in the sandbox, whose connections are byte streams on the host.
 //!
-//! The guest is not trusted. A call costs the host at most the credit that it granted plus one bounded answer. A frame that breaks the protocol ends the channel. A ping detects a guest that stops answering. The reader never
-//! waits for a call: its queue is bounded by credit.
+//! The guest is not trusted. A call costs the host at most the credit that it granted plus one bounded answer. A frame that
+//! breaks the protocol ends the channel. A ping detects a guest that stops answering, and a time limit for writes one that
+//! stops reading. The reader never waits for a call: its queue is bounded by credit.
 
 mod call;
 mod channel;

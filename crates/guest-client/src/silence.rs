@@ -18,6 +18,8 @@ use crate::channel::Shared;
 const PING_AFTER: Duration = Duration::from_secs(10);
 /// The time without a frame after a PING after which the channel ends.
 const PONG_WITHIN: Duration = Duration::from_secs(30);
+/// The PINGs without a PONG after which no other is sent and the channel ends, also if frames came meanwhile.
+const MAX_PONGS_DUE: u32 = 4;
 
 /// The guest's last sign of life.
 #[derive(Default)]
@@ -59,11 +61,11 @@ impl Silence {
 
     /// After [`Silence::wait`]: the PING to send, or none when the channel must end.
     pub(crate) fn tick(&mut self) -> Option<Frame> {
-        if self.asked.is_some() {
+        if self.asked.is_some() || self.pongs_due == MAX_PONGS_DUE {
             return None;
         }
         self.asked = Some(Instant::now());
-        self.pongs_due = self.pongs_due.saturating_add(1);
+        self.pongs_due += 1;
         Some(Frame::new(Kind::Ping, 0, 0_u64.to_be_bytes()))
     }
 }

@@ -4,12 +4,12 @@
 
 use std::time::Duration;
 
-use emergent_guest_client::{CallError, Closed, GuestClient};
+use emergent_guest_client::{Call, CallError, Closed, Event, GuestClient};
 use emergent_guest_protocol::{
     AgentHello, Frame, GuestCall, INITIAL_CREDIT, Kind, PROTOCOL_VERSION, ProtocolError,
 };
 use emergent_wire::tools::GlobAnswer;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream};
 
 fn hello(protocol: u16) -> Frame {
     let hello = AgentHello { protocol, version: "test".into(), boot_id: "1".into() };
@@ -18,7 +18,12 @@ fn hello(protocol: u16) -> Frame {
 
 /// A channel whose guest is the returned stream; the host's HELLO is already read.
 async fn channel() -> (GuestClient, DuplexStream) {
-    let (host, mut guest) = tokio::io::duplex(1 << 20);
+    channel_with_buffer(1 << 20).await
+}
+
+/// A channel whose stream holds so many unread bytes each way.
+async fn channel_with_buffer(bytes: usize) -> (GuestClient, DuplexStream) {
+    let (host, mut guest) = tokio::io::duplex(bytes);
     let (reader, writer) = tokio::io::split(host);
     guest.write_all(&hello(PROTOCOL_VERSION).to_bytes()).await.unwrap();
     let client = GuestClient::connect(reader, writer).await.unwrap();
@@ -27,11 +32,17 @@ async fn channel() -> (GuestClient, DuplexStream) {
     (client, guest)
 }
 
+/// Starts a call, which the guest reads.
+async fn start(client: &GuestClient, guest: &mut DuplexStream) -> Call {
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    guest.read_exact(&mut [0; 9 + 14]).await.unwrap();
+    call
+}
+
 /// Sends `attack` while a call waits, and returns how call and channel ended.
 async fn attack(attack: &[u8]) -> Closed {
     let (client, mut guest) = channel().await;
-    let call = client.start(&GuestCall::Usage(())).await.unwrap();
-    guest.read_exact(&mut [0; 9 + 14]).await.unwrap();
+    let call = start(&client, &mut guest).await;
     let _ = guest.write_all(attack).await;
     drop(guest);
     match call.answer::<GlobAnswer>().await {
@@ -60,7 +71,7 @@ async fn unknown_and_finished_calls_end_the_channel() {
     let stray = Frame::new(Kind::Result, 77, *b"{}").to_bytes();
     assert_eq!(attack(&stray).await, Closed::Protocol(ProtocolError::UnknownCall(Kind::Result, 77)));
     let (client, mut guest) = channel().await;
-    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let call = start(&client, &mut guest).await;
     let answer = Frame::message(Kind::Result, 1, &GlobAnswer::default()).unwrap().to_bytes();
     guest.write_all(&[answer.clone(), answer].concat()).await.unwrap();
     assert!(call.answer::<GlobAnswer>().await.is_ok());
@@ -80,7 +91,7 @@ async fn a_stream_that_ends_in_a_frame_is_a_violation() {
 #[tokio::test]
 async fn data_beyond_the_credit_ends_the_channel() {
     let (client, mut guest) = channel().await;
-    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let call = start(&client, &mut guest).await;
     let flood = tokio::spawn(async move {
         let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 60_000]).to_bytes();
         let mut sent = 0_usize;
@@ -105,7 +116,7 @@ async fn tiny_frames_cost_credit_for_their_overhead() {
 #[tokio::test]
 async fn output_over_the_callers_limit_fails_the_call() {
     let (client, mut guest) = channel().await;
-    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let call = start(&client, &mut guest).await;
     tokio::spawn(async move {
         let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 1000]).to_bytes();
         while guest.write_all(&frame).await.is_ok() {
@@ -169,6 +180,104 @@ async fn a_guest_that_answers_no_ping_ends_the_channel() {
     drop(guest);
 }
 
+/// Starts calls until one fails, within ten minutes.
+async fn start_until_error(client: &GuestClient) -> CallError {
+    let start = async {
+        let mut started = Vec::new();
+        loop {
+            match client.start(&GuestCall::Usage(())).await {
+                Ok(call) => started.push(call),
+                Err(error) => return error,
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(600), start).await.unwrap()
+}
+
+/// Sends a byte of output of call 1 every five seconds, so that the guest is never silent.
+async fn send_output(mut guest: impl AsyncWrite + Unpin) {
+    let output = Frame::new(Kind::Stdout, 1, *b"x").to_bytes();
+    while guest.write_all(&output).await.is_ok() {
+        tokio::time::sleep(Duration::from_secs(5)).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_sends_and_does_not_read_ends_the_channel() {
+    let (client, mut guest) = channel_with_buffer(100).await;
+    let _first = start(&client, &mut guest).await;
+    tokio::spawn(send_output(guest));
+    let error = start_until_error(&client).await;
+    assert!(matches!(error, CallError::Lost(Closed::Stalled)), "{error}");
+    assert_eq!(client.closed().await, Closed::Stalled);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_reads_a_byte_now_and_then_keeps_no_call_waiting() {
+    let (client, mut guest) = channel_with_buffer(100).await;
+    let _first = start(&client, &mut guest).await;
+    let (mut reader, writer) = tokio::io::split(guest);
+    tokio::spawn(send_output(writer));
+    tokio::spawn(async move {
+        while reader.read_u8().await.is_ok() {
+            tokio::time::sleep(Duration::from_secs(20)).await;
+        }
+    });
+    let error = start_until_error(&client).await;
+    assert!(matches!(error, CallError::Lost(Closed::Stalled)), "{error}");
+}
+
+#[tokio::test]
+async fn credit_counts_when_its_frame_is_written() {
+    let (client, mut guest) = channel_with_buffer(100).await;
+    let mut call = start(&client, &mut guest).await;
+    // Far more than the host grants with the few CREDIT frames that the stream can hold.
+    let flood = async {
+        let frame = Frame::new(Kind::Stdout, 1, vec![b'x'; 1000]).to_bytes();
+        for _ in 0..5000 {
+            if guest.write_all(&frame).await.is_err() {
+                break;
+            }
+        }
+        drop(guest);
+    };
+    let consume = async {
+        let mut consumed = 0;
+        while let Ok(Event::Stdout(bytes)) = call.next().await {
+            consumed += bytes.len();
+        }
+        consumed
+    };
+    let ((), consumed) = tokio::join!(flood, consume);
+    assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::OverCredit(1)));
+    assert!(consumed < 1 << 20, "{consumed}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_to_a_call_that_was_not_sent_ends_the_channel() {
+    let (client, mut guest) = channel_with_buffer(100).await;
+    let mut calls = Vec::new();
+    for _ in 0..30 {
+        calls.push(client.start(&GuestCall::Usage(())).await.unwrap());
+    }
+    // The guest has read none of them, and the stream holds the first few.
+    guest.write_all(&Frame::new(Kind::Result, 30, *b"{}").to_bytes()).await.unwrap();
+    assert_eq!(client.closed().await, Closed::Protocol(ProtocolError::UnknownCall(Kind::Result, 30)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_guest_that_sends_and_answers_no_ping_ends_the_channel() {
+    let (client, mut guest) = channel().await;
+    let _call = start(&client, &mut guest).await;
+    tokio::spawn(async move {
+        let output = Frame::new(Kind::Stdout, 1, *b"x").to_bytes();
+        // After each PING, so that the guest is never silent for long.
+        while guest.read_exact(&mut [0; 9 + 8]).await.is_ok() && guest.write_all(&output).await.is_ok() {}
+    });
+    let closed = tokio::time::timeout(Duration::from_secs(600), client.closed()).await;
+    assert_eq!(closed, Ok(Closed::Silent));
+}
+
 #[tokio::test]
 async fn a_dropped_call_is_cancelled_and_the_channel_continues() {
     let (client, mut guest) = channel().await;
@@ -178,7 +287,7 @@ async fn a_dropped_call_is_cancelled_and_the_channel_continues() {
     assert_eq!(seen[9 + 14 + 4], Kind::Cancel as u8);
     let late = [Frame::new(Kind::Stdout, 1, *b"late"), Frame::new(Kind::Result, 1, *b"{}")];
     guest.write_all(&late.iter().flat_map(Frame::to_bytes).collect::<Vec<_>>()).await.unwrap();
-    let second = client.start(&GuestCall::Usage(())).await.unwrap();
+    let second = start(&client, &mut guest).await;
     let answer = Frame::message(Kind::Result, 2, &GlobAnswer::default()).unwrap();
     guest.write_all(&answer.to_bytes()).await.unwrap();
     assert!(second.answer::<GlobAnswer>().await.is_ok());

@@ -49,7 +49,12 @@ impl Guest {
 
 /// A listener, and the ids of its call and of the calls that it has parked.
 async fn listener() -> (GuestClient, GuestListener, Guest, Vec<u32>) {
-    let (host, stream) = tokio::io::duplex(1 << 20);
+    listener_with_buffer(1 << 20).await
+}
+
+/// The same, on a stream that holds so many unread bytes each way.
+async fn listener_with_buffer(bytes: usize) -> (GuestClient, GuestListener, Guest, Vec<u32>) {
+    let (host, stream) = tokio::io::duplex(bytes);
     let mut guest = Guest { stream, decoder: Decoder::new(Receiver::Guest), buffer: Vec::new() };
     let hello = AgentHello { protocol: PROTOCOL_VERSION, version: "test".into(), boot_id: "1".into() };
     guest.send(Frame::message(Kind::Hello, 0, &hello).unwrap()).await;
@@ -165,4 +170,32 @@ async fn a_silent_guest_is_not_asked_while_accepts_are_only_parked() {
     let ping = tokio::time::timeout(std::time::Duration::from_secs(600), guest.next()).await;
     assert!(ping.is_err(), "{ping:?}");
     assert!(!client.is_closed());
+}
+
+#[tokio::test]
+async fn a_guest_that_answers_accepts_without_reading_them_ends_the_channel() {
+    let (client, mut listener, mut guest, parked) = listener_with_buffer(128).await;
+    let accepting = tokio::spawn(async move {
+        let mut accepted = 0;
+        while listener.accept().await.is_ok() {
+            accepted += 1;
+        }
+        accepted
+    });
+    for id in parked[0]..parked[0] + 2000 {
+        let connection = [Frame::new(Kind::Started, id, *b"{}"), Frame::new(Kind::Result, id, *b"{}")];
+        let bytes: Vec<u8> = connection.iter().flat_map(Frame::to_bytes).collect();
+        if guest.stream.write_all(&bytes).await.is_err() {
+            break;
+        }
+        // The host takes the connection and parks another call.
+        for _ in 0..20 {
+            tokio::task::yield_now().await;
+        }
+    }
+    drop(guest);
+    let closed = client.closed().await;
+    assert!(matches!(closed, Closed::Protocol(ProtocolError::UnknownCall(Kind::Started, _))), "{closed:?}");
+    let accepted = accepting.await.unwrap();
+    assert!(accepted < 100, "{accepted}");
 }
