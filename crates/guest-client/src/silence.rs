@@ -48,7 +48,9 @@ impl Silence {
 
     /// Waits until the guest has been silent for too long while calls wait for it.
     pub(crate) async fn wait(&mut self, shared: &Shared) {
-        if self.asked.is_none() && shared.table.lock().due() == 0 {
+        // A notification can be older than the present calls: one is stored when a call starts while another is due.
+        while shared.table.lock().due() == 0 {
+            self.asked = None;
             shared.call_started.notified().await;
             self.heard = Some(Instant::now());
         }

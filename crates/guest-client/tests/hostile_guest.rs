@@ -180,6 +180,26 @@ async fn a_guest_that_answers_no_ping_ends_the_channel() {
     drop(guest);
 }
 
+#[tokio::test(start_paused = true)]
+async fn an_idle_guest_gets_no_ping_after_calls_that_overlapped() {
+    let (client, mut guest) = channel().await;
+    let calls = [start(&client, &mut guest).await, start(&client, &mut guest).await];
+    for (id, call) in (1..).zip(calls) {
+        let answer = Frame::message(Kind::Result, id, &GlobAnswer::default()).unwrap();
+        guest.write_all(&answer.to_bytes()).await.unwrap();
+        assert!(call.answer::<GlobAnswer>().await.is_ok());
+    }
+    // The paused clock advances when all tasks wait, here for a ping that does not come.
+    let ping = tokio::time::timeout(Duration::from_secs(600), guest.read_u8()).await;
+    assert!(ping.is_err(), "{ping:?}");
+    assert!(!client.is_closed());
+    // The time without a call does not count.
+    let late = start(&client, &mut guest).await;
+    let ping = tokio::time::timeout(Duration::from_secs(9), guest.read_u8()).await;
+    assert!(ping.is_err(), "{ping:?}");
+    assert!(matches!(late.answer::<GlobAnswer>().await, Err(CallError::Lost(Closed::Silent))));
+}
+
 /// Starts calls until one fails, within ten minutes.
 async fn start_until_error(client: &GuestClient) -> CallError {
     let start = async {
