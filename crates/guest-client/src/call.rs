@@ -17,6 +17,9 @@ use crate::table::Incoming;
 /// Credit is given back in steps of this size, so that small outputs do not cost a frame each.
 const CREDIT_STEP: u32 = 32 * 1024;
 
+/// The longest message of the JSON parser.
+const REASON_CHARS: usize = 200;
+
 /// An event of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
@@ -180,7 +183,12 @@ impl Drop for Call {
 }
 
 pub(crate) fn parse<T: DeserializeOwned>(answer: &[u8]) -> Result<T, CallError> {
-    serde_json::from_slice(answer).map_err(|error| CallError::Garbled(error.to_string()))
+    parse_json(answer).map_err(CallError::Garbled)
+}
+
+/// Parses JSON of the guest. The parser's message can quote a string of it, so it is cut.
+pub(crate) fn parse_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, String> {
+    serde_json::from_slice(json).map_err(|error| error.to_string().chars().take(REASON_CHARS).collect())
 }
 
 impl From<CallError> for ErrorDetail {

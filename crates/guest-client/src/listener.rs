@@ -36,7 +36,7 @@ impl GuestClient {
         let mut listen = self.start(&GuestCall::Listen(ListenCall { port })).await?;
         let Listening { port } = match poll_fn(|context| listen.poll_incoming(context)).await? {
             Incoming::Started(message) => parse(&message)?,
-            other => return Err(CallError::Garbled(format!("{other:?} instead of the port"))),
+            other => return Err(CallError::Garbled(format!("a {other:?} frame instead of the port"))),
         };
         let shared = self.shared();
         let permits = PollSemaphore::new(shared.accepts());

@@ -13,13 +13,16 @@
 //! and after all its data. Other calls get neither.
 
 use std::collections::HashMap;
+use std::fmt;
 
 use bytes::Bytes;
 use emergent_guest_protocol::{Credit, Frame, Kind, ProtocolError, data_cost};
 use emergent_wire::ErrorDetail;
 
+use crate::call::parse_json;
+
 /// The event that a frame is for its call.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, PartialEq)]
 pub(crate) enum Incoming {
     /// The call's port is open, or it has its connection.
     Started(Bytes),
@@ -33,6 +36,27 @@ pub(crate) enum Incoming {
     Result(Bytes),
     /// The call's failure.
     Error(ErrorDetail),
+}
+
+impl Incoming {
+    /// The kind of its frame.
+    fn kind(&self) -> Kind {
+        match self {
+            Self::Started(_) => Kind::Started,
+            Self::Data(kind, _) => *kind,
+            Self::OutputEnd => Kind::OutputEnd,
+            Self::InputCredit(_) => Kind::Credit,
+            Self::Result(_) => Kind::Result,
+            Self::Error(_) => Kind::Error,
+        }
+    }
+}
+
+impl fmt::Debug for Incoming {
+    /// Names the kind without the content, which can be long, and a secret.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind().fmt(f)
+    }
 }
 
 /// The kind of a call, which decides the frames that it may get.
@@ -169,7 +193,10 @@ impl<S: Clone> Table<S> {
             }
             Kind::Credit => (Incoming::InputCredit(frame.credit_amount()), false),
             Kind::Result => (Incoming::Result(frame.payload.into()), true),
-            Kind::Error => (Incoming::Error(frame.parse()?), true),
+            Kind::Error => {
+                let bad_message = |reason| ProtocolError::BadMessage { kind, reason };
+                (Incoming::Error(parse_json(&frame.payload).map_err(bad_message)?), true)
+            }
             _ => return Err(ProtocolError::UnexpectedKind(kind as u8)),
         };
         let sink = (!entry.is_abandoned).then(|| entry.sink.clone());

@@ -6,7 +6,8 @@ use std::task::Poll;
 
 use emergent_guest_client::{CallError, Closed, GuestClient, GuestListener};
 use emergent_guest_protocol::{
-    AgentHello, Decoder, Frame, Kind, Listening, MAX_ACCEPTS, PROTOCOL_VERSION, ProtocolError, Receiver,
+    AgentHello, Decoder, Frame, GuestCall, Kind, Listening, MAX_ACCEPTS, PROTOCOL_VERSION, ProtocolError,
+    Receiver, UsageAnswer,
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 
@@ -47,13 +48,8 @@ impl Guest {
     }
 }
 
-/// A listener, and the ids of its call and of the calls that it has parked.
-async fn listener() -> (GuestClient, GuestListener, Guest, Vec<u32>) {
-    listener_with_buffer(1 << 20).await
-}
-
-/// The same, on a stream that holds so many unread bytes each way.
-async fn listener_with_buffer(bytes: usize) -> (GuestClient, GuestListener, Guest, Vec<u32>) {
+/// A channel on a stream that holds so many unread bytes each way.
+async fn channel(bytes: usize) -> (GuestClient, Guest) {
     let (host, stream) = tokio::io::duplex(bytes);
     let mut guest = Guest { stream, decoder: Decoder::new(Receiver::Guest), buffer: Vec::new() };
     let hello = AgentHello { protocol: PROTOCOL_VERSION, version: "test".into(), boot_id: "1".into() };
@@ -61,6 +57,17 @@ async fn listener_with_buffer(bytes: usize) -> (GuestClient, GuestListener, Gues
     let (reader, writer) = tokio::io::split(host);
     let client = GuestClient::connect(reader, writer).await.unwrap();
     guest.expect(Kind::Hello).await;
+    (client, guest)
+}
+
+/// A listener, and the ids of its call and of the calls that it has parked.
+async fn listener() -> (GuestClient, GuestListener, Guest, Vec<u32>) {
+    listener_with_buffer(1 << 20).await
+}
+
+/// The same, on a stream with a small buffer.
+async fn listener_with_buffer(bytes: usize) -> (GuestClient, GuestListener, Guest, Vec<u32>) {
+    let (client, mut guest) = channel(bytes).await;
     let opening = tokio::spawn({
         let client = client.clone();
         async move { client.listen(0).await }
@@ -198,4 +205,40 @@ async fn a_guest_that_answers_accepts_without_reading_them_ends_the_channel() {
     assert!(matches!(closed, Closed::Protocol(ProtocolError::UnknownCall(Kind::Started, _))), "{closed:?}");
     let accepted = accepting.await.unwrap();
     assert!(accepted < 100, "{accepted}");
+}
+
+/// A JSON string of 1.8 MB.
+fn long_text() -> Vec<u8> {
+    serde_json::to_vec(&"\u{1f}".repeat(300_000)).unwrap()
+}
+
+#[tokio::test]
+async fn the_error_for_a_wrong_answer_to_listen_does_not_contain_the_answer() {
+    let (client, mut guest) = channel(1 << 20).await;
+    let (error, ()) = tokio::join!(client.listen(0), async {
+        let call = guest.expect(Kind::Call).await.call;
+        guest.send(Frame::new(Kind::Result, call, long_text())).await;
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("Result") && error.len() < 300, "{} bytes", error.len());
+}
+
+#[tokio::test]
+async fn the_error_for_json_that_can_not_be_parsed_is_short() {
+    let (client, mut guest) = channel(1 << 20).await;
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let (error, ()) = tokio::join!(call.answer::<UsageAnswer>(), async {
+        let call = guest.expect(Kind::Call).await.call;
+        guest.send(Frame::new(Kind::Result, call, long_text())).await;
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("invalid type") && error.len() < 400, "{} bytes", error.len());
+
+    let call = client.start(&GuestCall::Usage(())).await.unwrap();
+    let (error, ()) = tokio::join!(call.answer::<UsageAnswer>(), async {
+        let call = guest.expect(Kind::Call).await.call;
+        guest.send(Frame::new(Kind::Error, call, long_text())).await;
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("Error frame is invalid") && error.len() < 400, "{} bytes", error.len());
 }
