@@ -330,7 +330,10 @@ fn http_client(
         .redirect(Policy::none())
         .retry(reqwest::retry::never())
         .pool_max_idle_per_host(0)
-        .connect_timeout(READ_TIME);
+        .connect_timeout(READ_TIME)
+        // The kernel would end a connection whose peer reads nothing for 30 s, reqwest's default: a manager whose disk is slow,
+        // or a sandbox that is paused. Requests have time limits of their own, and channels notice a silent guest.
+        .tcp_user_timeout(None::<Duration>);
     let builder = match (address, ca_certificate) {
         (Address::Tcp(url), None) if url.scheme() == "https" => builder,
         (Address::Tcp(url), Some(path)) if url.scheme() == "https" => {
@@ -357,6 +360,10 @@ fn certificates(path: &Path) -> Result<Vec<Certificate>, ManagerClientError> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::net::SocketAddr;
+    use std::os::fd::BorrowedFd;
+
+    use rustix::net::sockopt;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream, UnixListener};
 
@@ -439,6 +446,35 @@ mod tests {
         let (mut stream, channel) = tokio::join!(manager, server);
         drop(channel);
         assert_eq!(stream.read(&mut [0]).await.unwrap(), 0, "the connection ends with the channel");
+    }
+
+    /// The TCP_USER_TIMEOUT, in milliseconds, of this process's socket with this address. 0: the socket has none.
+    fn user_timeout_of(address: SocketAddr) -> u32 {
+        let mut descriptors = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        let timeout = descriptors.find_map(|entry| {
+            let descriptor = entry.file_name().to_str()?.parse().ok()?;
+            // SAFETY: it is used at once, and the socket that is looked for stays open.
+            let descriptor = unsafe { BorrowedFd::borrow_raw(descriptor) };
+            let found = SocketAddr::try_from(rustix::net::getsockname(descriptor).ok()?).ok()?;
+            (found == address).then(|| sockopt::tcp_user_timeout(descriptor).unwrap())
+        });
+        timeout.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_manager_that_does_not_read_for_a_while_keeps_its_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let client = Client::new(&url, secret(), None).unwrap();
+        let manager = async {
+            let (stream, address) = listener.accept().await.unwrap();
+            let timeout = user_timeout_of(address);
+            answer(stream, "HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await;
+            timeout
+        };
+        let (timeout, answer) = tokio::join!(manager, client.delete("/v1/machines/m"));
+        answer.unwrap();
+        assert_eq!(timeout, 0);
     }
 
     async fn answer(mut stream: TcpStream, answer: &str) -> String {
