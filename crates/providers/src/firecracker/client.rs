@@ -5,6 +5,7 @@
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -77,9 +78,12 @@ pub enum ManagerClientError {
         /// Why.
         reason: String,
     },
-    /// The connections can't be configured.
-    #[error("{0}")]
-    Configuration(String),
+}
+
+impl ManagerClientError {
+    fn certificate(path: &Path, reason: String) -> Self {
+        Self::Certificate { path: path.to_owned(), reason }
+    }
 }
 
 /// A client of one manager.
@@ -88,7 +92,9 @@ pub struct Client {
     /// The configured address, for messages.
     address: String,
     base: Url,
-    http: reqwest::Client,
+    connector: Connector,
+    /// Made by the first request.
+    http: Arc<OnceLock<reqwest::Client>>,
     token: Token,
 }
 
@@ -112,7 +118,7 @@ impl Token {
 }
 
 /// The parsed address of a manager.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum Address {
     Unix(PathBuf),
     Tcp(Url),
@@ -172,8 +178,30 @@ impl Client {
         let base = parsed
             .base()
             .map_err(|reason| ManagerClientError::Address { address: address.clone(), reason })?;
-        let http = http_client(&parsed, ca_certificate)?;
-        Ok(Self { address, base, http, token })
+        let connector = Connector::new(parsed, ca_certificate)?;
+        let http = Arc::new(OnceLock::new());
+        if let Some(path) = ca_certificate {
+            // The operator has named this file, so it must be usable when the server starts.
+            let invalid = |error| ManagerClientError::certificate(path, causes(&error));
+            let _ = http.set(connector.connect().map_err(invalid)?);
+        }
+        Ok(Self { address, base, connector, http, token })
+    }
+
+    /// The HTTP client. It can't be made while the host has no CA certificates. They can be installed while the server runs.
+    fn http(&self) -> Result<&reqwest::Client, ProviderError> {
+        if let Some(http) = self.http.get() {
+            return Ok(http);
+        }
+        let http = self.connector.connect().map_err(|error| {
+            ProviderError::Unavailable(format!(
+                "the certificate of the Firecracker manager at {} can't be checked: {}: install CA certificates on this host, \
+                 or set FIRECRACKER_MANAGER_CA",
+                self.address,
+                causes(&error)
+            ))
+        })?;
+        Ok(self.http.get_or_init(|| http))
     }
 
     /// The state of the manager.
@@ -192,7 +220,7 @@ impl Client {
         let url = self.base.join(path);
         let url = url.map_err(|error| ProviderError::failed("asking the manager", error))?;
         let token = self.token.get().map_err(|error| self.unreachable(&error))?;
-        Ok(self.http.request(method, url).bearer_auth(token.expose_secret()))
+        Ok(self.http()?.request(method, url).bearer_auth(token.expose_secret()))
     }
 
     async fn send(&self, request: RequestBuilder) -> Result<Response, ProviderError> {
@@ -320,36 +348,51 @@ fn causes(error: &dyn Error) -> String {
     messages.join(": ")
 }
 
-fn http_client(
-    address: &Address,
-    ca_certificate: Option<&Path>,
-) -> Result<reqwest::Client, ManagerClientError> {
-    let builder = reqwest::Client::builder()
-        .http1_only()
-        .no_proxy()
-        .redirect(Policy::none())
-        .retry(reqwest::retry::never())
-        .pool_max_idle_per_host(0)
-        .connect_timeout(READ_TIME)
-        // The kernel would end a connection whose peer reads nothing for 30 s, reqwest's default: a manager whose disk is slow,
-        // or a sandbox that is paused. Requests have time limits of their own, and channels notice a silent guest.
-        .tcp_user_timeout(None::<Duration>);
-    let builder = match (address, ca_certificate) {
-        (Address::Tcp(url), None) if url.scheme() == "https" => builder,
-        (Address::Tcp(url), Some(path)) if url.scheme() == "https" => {
-            builder.tls_certs_only(certificates(path)?)
+/// The parameters of connections to a manager.
+#[derive(Clone)]
+struct Connector {
+    address: Address,
+    /// The certificates that the manager's is checked against. None: those that the host trusts.
+    trusted: Option<Vec<Certificate>>,
+}
+
+impl Connector {
+    fn new(address: Address, ca_certificate: Option<&Path>) -> Result<Self, ManagerClientError> {
+        let is_https = matches!(&address, Address::Tcp(url) if url.scheme() == "https");
+        let trusted = match ca_certificate {
+            Some(path) if is_https => Some(certificates(path)?),
+            None if is_https => None,
+            // Without TLS, the host's certificates need not be readable.
+            _ => Some(Vec::new()),
+        };
+        Ok(Self { address, trusted })
+    }
+
+    fn connect(&self) -> Result<reqwest::Client, reqwest::Error> {
+        let mut builder = reqwest::Client::builder()
+            .http1_only()
+            .no_proxy()
+            .redirect(Policy::none())
+            .retry(reqwest::retry::never())
+            .pool_max_idle_per_host(0)
+            .connect_timeout(READ_TIME)
+            // The kernel would end a connection whose peer reads nothing for 30 s, reqwest's default: a manager whose disk is
+            // slow, or a sandbox that is paused. Requests have time limits of their own, and channels notice a silent guest.
+            .tcp_user_timeout(None::<Duration>);
+        if let Some(trusted) = &self.trusted {
+            builder = builder.tls_certs_only(trusted.clone());
         }
-        // Without TLS, the host's certificates need not be readable.
-        (Address::Tcp(_), _) => builder.tls_certs_only([]),
-        (Address::Unix(socket), _) => builder.tls_certs_only([]).unix_socket(socket.as_path()),
-    };
-    builder.build().map_err(|error| ManagerClientError::Configuration(causes(&error)))
+        if let Address::Unix(socket) = &self.address {
+            builder = builder.unix_socket(socket.as_path());
+        }
+        builder.build()
+    }
 }
 
 fn certificates(path: &Path) -> Result<Vec<Certificate>, ManagerClientError> {
     let pem = std::fs::read(path)
         .map_err(|reason| ManagerClientError::CertificateFile { path: path.to_owned(), reason })?;
-    let invalid = |reason| ManagerClientError::Certificate { path: path.to_owned(), reason };
+    let invalid = |reason| ManagerClientError::certificate(path, reason);
     let certificates = Certificate::from_pem_bundle(&pem).map_err(|error| invalid(causes(&error)))?;
     if certificates.is_empty() {
         return Err(invalid("the file contains no certificate".to_owned()));
@@ -401,6 +444,10 @@ mod tests {
         let refused = |path: &str| Client::new("https://vm.example", secret(), Some(Path::new(path))).err();
         assert!(matches!(refused("/no/such/file"), Some(ManagerClientError::CertificateFile { .. })));
         assert!(matches!(refused("/dev/null"), Some(ManagerClientError::Certificate { .. })));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(&file, "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n").unwrap();
+        let path = file.path().to_str().unwrap();
+        assert!(matches!(refused(path), Some(ManagerClientError::Certificate { .. })));
         Client::new("http://127.0.0.1:9", secret(), None).unwrap();
     }
 

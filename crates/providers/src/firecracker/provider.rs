@@ -287,3 +287,53 @@ impl WorkspaceProvider for FirecrackerProvider {
         self.client.end("/v1/retire").await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::path::Path;
+    use std::process::Command;
+
+    use emergent_host::room::RoomRules;
+
+    use super::*;
+    use crate::settings::ProviderSettings;
+    use crate::table::ProviderTable;
+
+    fn settings(directory: &Path) -> ProviderSettings {
+        ProviderSettings {
+            installation: InstallationId::generate(),
+            data_dir: directory.to_owned(),
+            docker_host: None,
+            nameservers: Vec::new(),
+            probe_image: String::new(),
+            room: RoomRules::default(),
+            gvisor: false,
+            plain_docker: false,
+            firecracker: Some(FirecrackerSettings {
+                url: "https://vm.example".to_owned(),
+                token: Some("secret".into()),
+                ca_certificate: None,
+            }),
+        }
+    }
+
+    /// Runs in a process of its own, because the certificates that the host trusts are found by variables.
+    #[tokio::test]
+    async fn a_host_without_ca_certificates_has_an_unhealthy_provider() {
+        const ALONE: &str = "EMERGENT_TEST_ALONE";
+        let directory = tempfile::tempdir().unwrap();
+        if std::env::var_os(ALONE).is_none() {
+            let name =
+                "firecracker::provider::tests::a_host_without_ca_certificates_has_an_unhealthy_provider";
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            alone.env("SSL_CERT_FILE", "/dev/null").env("SSL_CERT_DIR", directory.path());
+            assert!(alone.args(["--exact", name]).env(ALONE, "1").status().unwrap().success());
+            return;
+        }
+        let providers = ProviderTable::standard().open(settings(directory.path())).unwrap();
+        let problem = providers.get(ProviderName::Firecracker).unwrap().health().await.problem.unwrap();
+        assert!(problem.contains("vm.example") && problem.contains("CA certificates"), "{problem}");
+        assert!(problem.contains("FIRECRACKER_MANAGER_CA"), "{problem}");
+    }
+}
