@@ -14,6 +14,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use emergent_guest_binary::FILES;
 use emergent_host::files::{create_temporary, ensure_private_directory, remove_if_there, write_atomically};
@@ -21,11 +22,14 @@ use emergent_host::loop_device::{self, Access};
 use emergent_host::program::{command, failure};
 use emergent_wire::id::InstallationId;
 use parking_lot::Mutex;
-use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest, Sha256};
+
+use super::file_lock::lock_within;
 
 /// Space for the file system's own blocks.
 const METADATA_BYTES: u64 = 1 << 20;
+/// The time limit for the directory's lock. Making an image takes a few seconds.
+const LOCK_TIME: Duration = Duration::from_secs(60);
 /// A fixed UUID, so that the image is the same at each start.
 const IMAGE_UUID: &str = "e3e26e47-0000-4000-8000-000000000001";
 /// All times in the image, in seconds since 1970.
@@ -166,7 +170,7 @@ fn lock(directory: &Path) -> io::Result<File> {
         .mode(0o600)
         .custom_flags(libc::O_NOFOLLOW)
         .open(directory.join("lock"))?;
-    flock(&file, FlockOperation::LockExclusive)?;
+    lock_within(&file, LOCK_TIME)?;
     Ok(file)
 }
 

@@ -5,23 +5,29 @@
 //! free was left by a crash.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bollard::models::ContainerCreateBody;
 use emergent_failpoint::failpoint;
 use emergent_wire::id::InstallationId;
 use futures_util::StreamExt;
+use tokio::time::Instant;
 
 use super::LABEL_INSTALLATION;
 use super::engine::Engine;
 use super::engine_error::EngineError;
-use super::host::run_blocking;
+use super::file_lock::{POLL_INTERVAL, try_lock};
 use super::provider::no_image;
 use crate::error::ProviderError;
 use crate::image::{ExportLease, ImageConfig, ImageProgram, ImageSource, RootArchive};
 
+/// The time limit for a lease. Another export lasts up to 15 minutes, the time limit for sending an image, and a little more.
+const LEASE_TIME: Duration = Duration::from_secs(1200);
+const WAITING: &str = "waiting for another export of an image";
 /// Names the image that a container is the export of.
 const LABEL_EXPORT: &str = "emergent.export";
 
@@ -55,6 +61,12 @@ impl DockerImages {
         format!("emergent-export-{}", self.installation)
     }
 
+    /// A lease, unless an export is running.
+    fn try_lease(&self) -> io::Result<Option<ExportLease>> {
+        let file = File::options().create(true).truncate(false).write(true).open(&self.lock)?;
+        Ok(try_lock(&file)?.then(|| ExportLease::new(file)))
+    }
+
     async fn remove_export(&self) -> Result<(), ProviderError> {
         let removed = self.engine.remove(&self.container()).await;
         removed.map_err(|error| ProviderError::failed("removing the exported container", error))
@@ -73,10 +85,17 @@ impl ImageSource for DockerImages {
     }
 
     async fn lease_export(&self) -> Result<ExportLease, ProviderError> {
-        let path = self.lock.clone();
-        let lock =
-            run_blocking("waiting for another export of an image", move || lock_file(&path, true)).await?;
-        Ok(ExportLease::new(lock))
+        let deadline = Instant::now() + LEASE_TIME;
+        loop {
+            let failed = |error| ProviderError::failed(WAITING, error);
+            match self.try_lease().map_err(failed)? {
+                Some(lease) => return Ok(lease),
+                None if Instant::now() < deadline => tokio::time::sleep(POLL_INTERVAL).await,
+                None => {
+                    return Err(ProviderError::TimedOut { what: WAITING, seconds: LEASE_TIME.as_secs() });
+                }
+            }
+        }
     }
 
     async fn open_root(
@@ -100,7 +119,7 @@ impl ImageSource for DockerImages {
         self.engine.create(&self.container(), body).await.map_err(failed)?;
         failpoint!("image.container_made");
         let archive = self.engine.export(&self.container()).await.map_err(failed)?;
-        Ok(archive.map(|bytes| bytes.map_err(std::io::Error::other)).boxed())
+        Ok(archive.map(|bytes| bytes.map_err(io::Error::other)).boxed())
     }
 
     async fn close_root(&self, _lease: ExportLease) -> Result<(), ProviderError> {
@@ -108,10 +127,10 @@ impl ImageSource for DockerImages {
     }
 
     async fn remove_abandoned_exports(&self) -> Result<(), ProviderError> {
-        match lock_file(&self.lock, false) {
-            Ok(_lock) => self.remove_export().await,
+        match self.try_lease() {
+            Ok(Some(_lease)) => self.remove_export().await,
             // An export is running.
-            Err(_) => Ok(()),
+            Ok(None) | Err(_) => Ok(()),
         }
     }
 }
@@ -141,9 +160,23 @@ fn unavailable(image: &str, error: &EngineError) -> ProviderError {
     }
 }
 
-fn lock_file(path: &Path, wait: bool) -> std::io::Result<fs::File> {
-    use rustix::fs::FlockOperation::{LockExclusive, NonBlockingLockExclusive};
-    let file = fs::OpenOptions::new().create(true).truncate(false).write(true).open(path)?;
-    rustix::fs::flock(&file, if wait { LockExclusive } else { NonBlockingLockExclusive })?;
-    Ok(file)
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_is_waited_for_until_its_time_limit() {
+        let directory = tempfile::tempdir().unwrap();
+        let engine = Some("tcp://127.0.0.1:1");
+        let images = DockerImages::open(engine, InstallationId::generate(), directory.path()).unwrap();
+        // Another server holds the lock, and does not run.
+        let other = images.lease_export().await.unwrap();
+        let refused = images.lease_export().await.err().unwrap();
+        assert!(matches!(refused, ProviderError::TimedOut { .. }), "{refused}");
+        images.remove_abandoned_exports().await.unwrap();
+        // It continues and ends.
+        let (lease, ()) = tokio::join!(biased; images.lease_export(), async { drop(other) });
+        assert!(lease.is_ok());
+    }
 }

@@ -13,6 +13,7 @@ mod engine_error;
 #[cfg(test)]
 mod engine_tests;
 mod entries;
+mod file_lock;
 mod firewall;
 mod guest_files;
 mod guest_image;
