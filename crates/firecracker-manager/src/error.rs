@@ -16,6 +16,7 @@ use crate::guest::GuestError;
 use crate::images::ImageError;
 use crate::launch::LaunchError;
 use crate::machine::StateError;
+use crate::record::DamagedRecord;
 use crate::requirements::UnmetRequirement;
 use crate::slot::NoSlot;
 use crate::vmm::VmmError;
@@ -38,6 +39,9 @@ pub enum ManagerError {
     /// The object does not exist.
     #[error(transparent)]
     NotFound(#[from] NotFound),
+    /// The microVM's record can't be parsed.
+    #[error(transparent)]
+    Damaged(#[from] DamagedRecord),
     /// The microVM's phase does not allow the operation.
     #[error(transparent)]
     State(#[from] StateError),

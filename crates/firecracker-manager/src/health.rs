@@ -24,6 +24,13 @@ pub(crate) async fn report(resources: &Resources, recovering: bool) -> ManagerHe
             "no control groups can be used: CPU and memory of microVMs' processes are not limited by them";
         notes.push(note.to_owned());
     }
+    match resources.machines.count_damaged() {
+        0 => {}
+        count => notes.push(format!(
+            "records of microVMs that can't be parsed: {count}; start the version of the manager that wrote them, or destroy \
+             their workspaces"
+        )),
+    }
     let is_active = |phase| matches!(phase, MachinePhase::Running | MachinePhase::Paused);
     let active = resources.machines.all().iter().filter(|machine| is_active(machine.phase())).count();
     ManagerHealth {

@@ -107,7 +107,7 @@ impl Manager {
         admission::check_host(&self.resources).await?;
         let source = admission::check_request(&self.resources, &request)?;
         let new = || Machine::new(Record::new(id, request.clone()), self.resources.records.clone());
-        let machine = self.resources.machines.lock_or_insert(id, new).await;
+        let machine = self.resources.machines.lock_or_insert(id, new).await?;
         if machine.phase() != MachinePhase::Reserved {
             self.start_locked(&machine).await?;
             return Ok(self.view(&machine));
@@ -186,7 +186,9 @@ impl Manager {
     pub async fn destroy(&self, id: WorkspaceId) -> Result<(), ManagerError> {
         match self.resources.machines.lock(id).await {
             Ok(machine) => shutdown::destroy(&self.resources, &machine).await,
-            Err(_) => Ok(()),
+            Err(ManagerError::NotFound(_)) => Ok(()),
+            Err(ManagerError::Damaged(_)) => Ok(shutdown::remove_damaged(&self.resources, id).await?),
+            Err(error) => Err(error),
         }
     }
 
@@ -286,5 +288,91 @@ impl Manager {
     /// Removes the resources that microVMs share, if no microVM uses them. The spare interfaces stay.
     pub async fn remove_shared_resources(&self) -> Result<(), ManagerError> {
         Ok(self.resources.remove_shared(self.resources.spare_interfaces()).await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use std::fs;
+    use std::panic::{AssertUnwindSafe, resume_unwind};
+    use std::path::PathBuf;
+    use std::process::{Child, Command, Stdio};
+
+    use futures_util::FutureExt;
+    use serde_json::json;
+
+    use super::*;
+    use crate::record::tests::record;
+
+    /// The files and the process of a microVM whose record has a network mode of a newer version.
+    struct NewerMachine {
+        id: WorkspaceId,
+        directory: PathBuf,
+        jail: PathBuf,
+        process: Child,
+    }
+
+    impl NewerMachine {
+        const SLOT: u32 = 1;
+
+        fn create(data_dir: &Path) -> Self {
+            let record = Record { phase: MachinePhase::Running, slot: Some(Self::SLOT), ..record() };
+            let id = record.id;
+            let mut newer = serde_json::to_value(record).unwrap();
+            newer["request"]["network"] = json!("mesh");
+            let directory = data_dir.join("machines").join(id.to_string());
+            let jail = data_dir.join("jails/firecracker").join(id.to_string());
+            fs::create_dir_all(&directory).unwrap();
+            fs::create_dir_all(jail.join("root")).unwrap();
+            fs::write(directory.join("machine.json"), newer.to_string()).unwrap();
+            fs::write(directory.join("disk.ext4"), "files").unwrap();
+            // Like Firecracker, it has the id as an argument.
+            let process = Command::new("sh")
+                .args(["-c", "read x", "sh", "--id", &id.to_string()])
+                .stdin(Stdio::piped())
+                .spawn()
+                .unwrap();
+            Self { id, directory, jail, process }
+        }
+
+        fn is_alive(&mut self) -> bool {
+            self.process.try_wait().unwrap().is_none()
+        }
+    }
+
+    impl Drop for NewerMachine {
+        fn drop(&mut self) {
+            let _ = self.process.kill();
+            let _ = self.process.wait();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_machine_with_a_damaged_record_keeps_its_resources_until_it_is_destroyed() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut newer = NewerMachine::create(directory.path());
+        let manager = Manager::open(directory.path(), ManagerOptions::default()).await.unwrap();
+        let test = async {
+            while manager.recovery.is_running() {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            assert!(newer.is_alive() && newer.jail.exists(), "it is not a stray");
+            assert!(!manager.resources.slots.is_free(NewerMachine::SLOT));
+            let refused = manager.get(newer.id).unwrap_err();
+            assert!(matches!(refused, ManagerError::Damaged(_)), "{refused}");
+            let notes = manager.health().await.notes;
+            assert!(notes.iter().any(|note| note.contains("can't be parsed: 1;")), "{notes:?}");
+            manager.destroy(newer.id).await.unwrap();
+            assert!(!newer.is_alive() && !newer.jail.exists() && !newer.directory.exists());
+            assert!(manager.resources.slots.is_free(NewerMachine::SLOT));
+            assert!(matches!(manager.get(newer.id), Err(ManagerError::NotFound(_))));
+            manager.destroy(newer.id).await.unwrap();
+        };
+        let tested = AssertUnwindSafe(test).catch_unwind().await;
+        // Interfaces and rules of a failed test are removed, too.
+        manager.resources.slots.release(NewerMachine::SLOT);
+        manager.close().await.unwrap();
+        tested.unwrap_or_else(|panic| resume_unwind(panic));
     }
 }

@@ -19,11 +19,14 @@ use std::path::{Path, PathBuf};
 use emergent_host::files::write_atomically;
 use emergent_wire::WorkspaceId;
 use emergent_wire::manager::{MachinePhase, MachineRequest};
+use emergent_wire::workspace::NetworkMode;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::process::Process;
+use crate::slot::MOST;
 
 /// The size of a record's file. It is more than a record needs, also with the reason of its microVM's end.
 const RECORD_BYTES: usize = 8 << 10;
@@ -56,6 +59,42 @@ impl Record {
             ended: None,
         }
     }
+}
+
+/// A record that can't be parsed: a newer manager has written it, or the file was changed. Its microVM keeps everything that
+/// it has, and can only be removed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the record of microVM {id} can't be parsed: {reason}: start the version of the manager that wrote it, or destroy its \
+     workspace"
+)]
+pub struct DamagedRecord {
+    pub(crate) id: WorkspaceId,
+    /// Its slot, as far as the record can be read.
+    pub(crate) slot: Option<u32>,
+    /// Its network mode, as far as the record can be read.
+    pub(crate) network: Option<NetworkMode>,
+    pub(crate) reason: String,
+}
+
+impl DamagedRecord {
+    fn new(id: WorkspaceId, text: &[u8], reason: &serde_json::Error) -> Self {
+        let known: Value = serde_json::from_slice(text).unwrap_or_default();
+        let slot = known["slot"].as_u64().and_then(|slot| u32::try_from(slot).ok());
+        Self {
+            id,
+            slot: slot.filter(|slot| *slot < MOST),
+            network: NetworkMode::deserialize(&known["request"]["network"]).ok(),
+            reason: reason.to_string(),
+        }
+    }
+}
+
+/// All records of a manager.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct LoadedRecords {
+    pub(crate) readable: Vec<Record>,
+    pub(crate) damaged: Vec<DamagedRecord>,
 }
 
 /// The directory of all microVMs.
@@ -110,22 +149,27 @@ impl Records {
     }
 
     /// Loads all records. A directory without a record is left over from a removal, and is removed.
-    pub(crate) fn load(&self) -> io::Result<Vec<Record>> {
-        let mut records = Vec::new();
+    pub(crate) fn load(&self) -> io::Result<LoadedRecords> {
+        let mut loaded = LoadedRecords::default();
         for entry in fs::read_dir(&self.directory)? {
-            let path = entry?.path();
-            match fs::read(path.join("machine.json")) {
-                Ok(bytes) => match serde_json::from_slice(&bytes) {
-                    Ok(record) => records.push(record),
-                    Err(error) => {
-                        tracing::error!(path = %path.display(), %error, "a record can't be parsed and is ignored; its microVM stays as it is")
-                    }
-                },
-                Err(error) if error.kind() == io::ErrorKind::NotFound => fs::remove_dir_all(path)?,
+            let entry = entry?;
+            let text = match fs::read(entry.path().join("machine.json")) {
+                Ok(text) => text,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                    fs::remove_dir_all(entry.path())?;
+                    continue;
+                }
                 Err(error) => return Err(error),
+            };
+            match (serde_json::from_slice(&text), entry.file_name().to_string_lossy().parse()) {
+                (Ok(record), _) => loaded.readable.push(record),
+                (Err(error), Ok(id)) => loaded.damaged.push(DamagedRecord::new(id, &text, &error)),
+                (Err(error), Err(_)) => {
+                    tracing::error!(path = %entry.path().display(), %error, "a directory is not a microVM's and is ignored");
+                }
             }
         }
-        Ok(records)
+        Ok(loaded)
     }
 }
 
@@ -176,7 +220,7 @@ pub(crate) fn make_readable(path: &Path) -> std::io::Result<()> {
 pub(crate) mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     use emergent_wire::id::InstallationId;
-    use emergent_wire::workspace::{NetworkMode, ResourceLimits};
+    use emergent_wire::workspace::ResourceLimits;
     use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
     use super::*;
@@ -225,7 +269,7 @@ pub(crate) mod tests {
         fill_except(&disk, 3 << 12);
         assert_eq!(records.save(&record).unwrap_err().kind(), io::ErrorKind::StorageFull);
         assert!(records.of(record.id).exists());
-        assert_eq!(records.load().unwrap(), []);
+        assert_eq!(records.load().unwrap().readable, []);
         assert!(!records.of(record.id).exists());
     }
 
@@ -240,9 +284,9 @@ pub(crate) mod tests {
             record.phase = phase;
             record.ended = Some("x".repeat(4000));
             records.save(&record).unwrap();
-            assert_eq!(records.load().unwrap(), [record.clone()]);
+            assert_eq!(records.load().unwrap().readable, [record.clone()]);
         }
         records.remove(record.id).unwrap();
-        assert_eq!(records.load().unwrap(), []);
+        assert_eq!(records.load().unwrap().readable, []);
     }
 }

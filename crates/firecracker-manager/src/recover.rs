@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use crate::error::{HostError, ManagerError, on_host};
 use crate::machine::{LockedMachine, Machine};
 use crate::process::Process;
-use crate::record::Record;
+use crate::record::{DamagedRecord, LoadedRecords, Record};
 use crate::resources::Resources;
 use crate::{pause, shutdown, watch};
 
@@ -60,8 +60,10 @@ impl Recovery {
             snapshots.remove_incomplete()?;
             records.load()
         });
+        let LoadedRecords { readable, damaged } = found.await?;
+        damaged.into_iter().for_each(|record| register_damaged(resources, record));
         let mut unfinished = Vec::new();
-        for record in found.await? {
+        for record in readable {
             unfinished.extend(register(resources, record).await);
         }
         let resources = Arc::clone(resources);
@@ -109,7 +111,7 @@ async fn register(resources: &Arc<Resources>, mut record: Record) -> Option<(Loc
         }
         record.phase = MachinePhase::Ending;
     }
-    take_back_slot(resources, &mut record);
+    record.slot = take_back_slot(resources, record.id, record.slot, Some(record.request.network));
     let process = record.process;
     let machine = Machine::new(record, resources.records.clone());
     resources.machines.insert(Arc::clone(&machine));
@@ -123,20 +125,30 @@ async fn register(resources: &Arc<Resources>, mut record: Record) -> Option<(Loc
     }
 }
 
-/// Marks a record's slot as taken, before any slot is given to a new microVM.
-fn take_back_slot(resources: &Resources, record: &mut Record) {
-    let Some(index) = record.slot else {
-        return;
-    };
+/// Registers a microVM whose record can't be parsed. It keeps its slot, jail and network, and its process is left alone.
+fn register_damaged(resources: &Resources, mut record: DamagedRecord) {
+    tracing::error!(machine = %record.id, slot = record.slot, reason = record.reason, "a record can't be parsed; its microVM stays as it is, and can only be destroyed");
+    record.slot = take_back_slot(resources, record.id, record.slot, record.network);
+    resources.machines.insert_damaged(record);
+}
+
+/// Marks a record's slot as taken, before any slot is given to a new microVM. Returns the slot that the record keeps.
+fn take_back_slot(
+    resources: &Resources,
+    machine: WorkspaceId,
+    slot: Option<u32>,
+    network: Option<NetworkMode>,
+) -> Option<u32> {
+    let index = slot?;
     if !resources.slots.take_back(index) {
-        tracing::error!(machine = %record.id, index, "two microVMs have the same slot; the second one loses it");
-        record.slot = None;
-        return;
+        tracing::error!(%machine, index, "two microVMs have the same slot; the second one loses it");
+        return None;
     }
-    if record.request.network == NetworkMode::Nat {
+    if network == Some(NetworkMode::Nat) {
         let slot = resources.naming.slot(index);
         resources.firewall.add_admitted(&slot.interface, slot.guest);
     }
+    slot
 }
 
 async fn finish(resources: &Arc<Resources>, machine: &LockedMachine, action: Action) {
@@ -160,7 +172,7 @@ async fn remove_strays(resources: &Arc<Resources>) {
     let jails = resources.jails.clone();
     let found = on_host("listing jails", move || Ok::<_, std::io::Error>(jails.list())).await;
     // A jail is made after its record, so the jails are listed before the records are looked up.
-    let strays = found.unwrap_or_default().into_iter().filter(|id| resources.machines.get(*id).is_err());
+    let strays = found.unwrap_or_default().into_iter().filter(|id| !resources.machines.contains_id(*id));
     let removed = strays.map(|id| async move {
         if let Err(error) = remove_stray_jail(resources, id).await {
             tracing::warn!(machine = %id, %error, "a jail without a record could not be removed; the next start tries again");

@@ -82,11 +82,26 @@ pub(crate) async fn remove(resources: &Resources, machine: &LockedMachine) -> Re
     let id = machine.id;
     machine.update_even_unsaved(|record| record.phase = MachinePhase::Removing).await;
     remove_run(resources, machine).await?;
+    unregister(resources, id, machine.record().slot).await
+}
+
+/// Removes a microVM whose record can't be parsed.
+pub(crate) async fn remove_damaged(resources: &Resources, id: WorkspaceId) -> Result<(), HostError> {
+    let _removing = resources.machines.removing_damaged.lock().await;
+    let Some(record) = resources.machines.damaged(id) else {
+        return Ok(());
+    };
+    release_run(resources, id, None, record.slot).await?;
+    unregister(resources, id, record.slot).await
+}
+
+/// Removes the files of a microVM that has no run, and then the microVM.
+async fn unregister(resources: &Resources, id: WorkspaceId, slot: Option<u32>) -> Result<(), HostError> {
     let records = resources.records.clone();
     on_host("removing the disk", move || records.remove(id)).await?;
     failpoint!("manager.files_removed");
     resources.machines.remove(id);
-    if let Some(index) = machine.record().slot {
+    if let Some(index) = slot {
         resources.slots.release(index);
     }
     Ok(())
@@ -94,8 +109,20 @@ pub(crate) async fn remove(resources: &Resources, machine: &LockedMachine) -> Re
 
 /// Removes the resources of a run. The record keeps naming them.
 async fn remove_run(resources: &Resources, machine: &LockedMachine) -> Result<(), HostError> {
-    let (record, id) = (machine.record(), machine.id);
-    match record.process {
+    let record = machine.record();
+    release_run(resources, record.id, record.process, record.slot).await?;
+    machine.set_console(None);
+    Ok(())
+}
+
+/// Ends the processes of a microVM, and removes its jail, its control groups and its rules.
+async fn release_run(
+    resources: &Resources,
+    id: WorkspaceId,
+    process: Option<Process>,
+    slot: Option<u32>,
+) -> Result<(), HostError> {
+    match process {
         Some(process) => kill(process).await?,
         // A process may have been started and not been saved.
         None => kill_all_of(id).await?,
@@ -104,11 +131,10 @@ async fn remove_run(resources: &Resources, machine: &LockedMachine) -> Result<()
     let jails = resources.jails.clone();
     on_host("removing the jail", move || jails.remove(id)).await?;
     failpoint!("manager.jail_removed");
-    if let Some(index) = record.slot {
+    if let Some(index) = slot {
         resources.firewall.dismiss(&resources.naming.slot(index).interface).await?;
         failpoint!("manager.rules_removed");
     }
-    machine.set_console(None);
     Ok(())
 }
 

@@ -43,6 +43,7 @@ fn code_of(error: &ManagerError) -> ErrorCode {
         | ManagerError::Launch(_)
         | ManagerError::Vmm(_)
         | ManagerError::Guest(_)
+        | ManagerError::Damaged(_)
         | ManagerError::Image(_) => ErrorCode::ProviderFailed,
     }
 }
@@ -64,14 +65,19 @@ impl IntoResponse for ApiError {
 mod tests {
     use std::io;
 
+    use emergent_wire::WorkspaceId;
+
     use super::*;
     use crate::error::NotFound;
     use crate::machine::StateError;
+    use crate::record::DamagedRecord;
     use crate::slot::NoSlot;
 
     #[test]
     fn each_kind_of_error_has_its_code() {
         let full = || io::Error::from(io::ErrorKind::StorageFull);
+        let (id, reason) = (WorkspaceId::generate(), "unknown variant".to_owned());
+        let damaged = DamagedRecord { id, slot: None, network: None, reason };
         let timed_out = GuestError::TimedOut { step: "flushing", seconds: 1, last: None };
         for (error, code) in [
             (NotFound::Image("i".to_owned()).into(), ErrorCode::NotFound),
@@ -81,6 +87,7 @@ mod tests {
             (HostError::io("copying", io::Error::other("broken")).into(), ErrorCode::ProviderFailed),
             (timed_out.into(), ErrorCode::DeadlineExceeded),
             (GuestError::NobodyListens.into(), ErrorCode::ProviderFailed),
+            (damaged.into(), ErrorCode::ProviderFailed),
         ] {
             assert_eq!(code_of(&error), code, "{error}");
         }
