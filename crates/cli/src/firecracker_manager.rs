@@ -55,7 +55,7 @@ pub(crate) struct ManagerArgs {
 /// Runs the manager until SIGTERM or SIGINT.
 pub(crate) fn run(args: &ManagerArgs) -> Result<u8> {
     let settings = Settings::load(args.config.as_deref(), &Overrides::default())?;
-    start_logging(&settings.log)?;
+    start_logging(&settings.log, None)?;
     let address = match (args.listen, &args.socket) {
         (Some(listen), _) => ManagerAddress::Tcp(listen),
         (None, Some(socket)) => ManagerAddress::Socket(socket.clone()),

@@ -9,14 +9,20 @@ use anyhow::{Context as _, Result, anyhow};
 use clap::Args;
 use emergent_control_plane::config::{LogFormat, LogSettings, default_data_dir};
 use emergent_control_plane::{Existing, Overrides, Running, Settings};
+use emergent_otlp::OtlpExport;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::{SubscriberInitExt as _, TryInitError};
+use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, registry};
 
 use crate::client::calls;
 use crate::connection::TOKEN_FILE;
 use crate::output;
 use crate::values::shell_word;
+
+/// The name of the server in exported traces.
+const SERVICE: &str = "emergent";
 
 /// Start the server
 ///
@@ -70,15 +76,23 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
         new_key: args.new_key,
     };
     let settings = Settings::load(args.config.as_deref(), &overrides)?;
-    start_logging(&settings.log)?;
+    // Before the runtime begins: the HTTP client of the export has a runtime of its own.
+    let traces = match &settings.log.otlp_endpoint {
+        Some(endpoint) => Some(OtlpExport::start(endpoint, SERVICE, env!("CARGO_PKG_VERSION"))?),
+        None => None,
+    };
+    start_logging(&settings.log, traces.as_ref())?;
     let certificate = settings.tls.certificate.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
         .context("can't start the runtime")?;
-    runtime.block_on(async {
+    let result = runtime.block_on(async {
         let stopped = stop_signal()?;
-        let on_ready = move |running: &Running| {
+        let on_ready = |running: &Running| {
+            if let Some(traces) = &traces {
+                traces.set_installation(running.installation.to_string());
+            }
             let text = greeting(running, certificate.as_deref());
             // A closed stdout does not end the server.
             let mut stdout = io::stdout().lock();
@@ -89,24 +103,40 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
             .await
             .map_err(|error| anyhow!("{error}"))?;
         Ok(0)
-    })
+    });
+    // The runtime still runs, so a second signal ends the process at once.
+    if let Some(traces) = &traces {
+        traces.shut_down();
+    }
+    result
 }
 
-pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
+/// Sets up the log, and the export of spans if there is one.
+pub(crate) fn start_logging(log: &LogSettings, traces: Option<&OtlpExport>) -> Result<()> {
     // The MCP library logs whole requests, so its target must be named in the filter to be logged.
     let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
     let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
         anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
     })?;
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(io::stderr)
-        .with_ansi(output::stderr_is_terminal());
+    let lines = fmt::layer().with_writer(io::stderr).with_ansi(output::stderr_is_terminal());
     let started = match log.format {
-        LogFormat::Text => builder.try_init(),
-        LogFormat::Json => builder.json().try_init(),
+        LogFormat::Text => start_subscriber(lines, filter, traces),
+        LogFormat::Json => start_subscriber(lines.json(), filter, traces),
     };
     started.map_err(|error| anyhow!("can't set up logging: {error}"))
+}
+
+fn start_subscriber(
+    lines: impl Layer<Registry> + Send + Sync,
+    filter: EnvFilter,
+    traces: Option<&OtlpExport>,
+) -> Result<(), TryInitError> {
+    match traces {
+        // A filter of the whole subscriber is cheaper than one for each layer.
+        None => registry().with(filter.and_then(lines)).try_init(),
+        // The filter is for lines. Spans are exported whether lines show them or not.
+        Some(traces) => registry().with(lines.with_filter(filter)).with(traces.layer()).try_init(),
+    }
 }
 
 /// Ends at the first SIGTERM or SIGINT. The second one ends the process at once.
@@ -186,6 +216,8 @@ fn this_program() -> String {
 
 #[cfg(test)]
 mod tests {
+    use emergent_wire::InstallationId;
+
     use super::*;
 
     #[test]
@@ -194,6 +226,7 @@ mod tests {
             url: "https://127.0.0.1:7".to_owned(),
             data_dir: PathBuf::from("/tmp/with space"),
             first_start: true,
+            installation: InstallationId::new(),
         };
         let text = greeting(&running, Some(Path::new("cert.pem")));
         assert!(text.starts_with("listening on https://127.0.0.1:7\n"), "{text}");

@@ -75,7 +75,7 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
     tasks.spawn(repeat("cpu_fairness", cpu_fairness::SAMPLE_EVERY, all(), |all| async move {
         all.cpu_fairness.share_cpus().await
     }));
-    tasks.spawn(Arc::clone(&workspaces.disk_guard).run().instrument(span("disk_guard")));
+    tasks.spawn(guard_disk(all()));
     tasks.spawn(recover(all(), app.clone()));
     tasks.spawn(host_mcp_servers(app.clone()));
     tasks.spawn(maintain_pool(all(), app.clone()));
@@ -122,6 +122,14 @@ async fn recover(workspaces: Arc<Workspaces>, app: App) {
             // The pool waits for the first pass.
             workspaces.pool.changed.notify_one();
         }
+    }
+}
+
+/// Watches the host's disk, in short pauses while it is nearly full.
+async fn guard_disk(workspaces: Arc<Workspaces>) {
+    loop {
+        let pause = workspaces.disk_guard.run().instrument(span("disk_guard")).await;
+        tokio::time::sleep(pause).await;
     }
 }
 

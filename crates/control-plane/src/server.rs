@@ -101,6 +101,8 @@ pub struct Running {
     pub data_dir: PathBuf,
     /// Whether this start has created the admin token.
     pub first_start: bool,
+    /// The id of the installation.
+    pub installation: InstallationId,
 }
 
 /// Raises the limit on open files to the maximum of this process. Each connection is one open file, and the default is about a
@@ -153,7 +155,8 @@ pub async fn serve(
     let address =
         listener.local_addr().map_err(|source| ServeError::Listen { address: settings.listen, source })?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let running = Running { url: format!("{scheme}://{address}"), data_dir: data_dir.clone(), first_start };
+    let url = format!("{scheme}://{address}");
+    let running = Running { url, data_dir: data_dir.clone(), first_start, installation };
     write_private(&data_dir.join("server-url"), &running.url)
         .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
     if !settings.is_local() && tls.is_none() {

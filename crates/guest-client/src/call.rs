@@ -9,6 +9,7 @@ use emergent_guest_protocol::{AgentTooOld, Frame, Kind, data_cost};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use serde::de::DeserializeOwned;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tracing::Span;
 
 use crate::channel::{Closed, Shared};
 use crate::input::{CallInput, InputCredit, InputWriter};
@@ -66,6 +67,8 @@ pub struct Call {
     /// Credit that was consumed and not yet given back.
     owed: u32,
     ended: bool,
+    /// Open until the answer. A call that the host makes by itself (ACCEPT) has none.
+    span: Span,
 }
 
 impl Call {
@@ -75,7 +78,13 @@ impl Call {
         events: mpsc::UnboundedReceiver<Incoming>,
         input: Arc<InputCredit>,
     ) -> Self {
-        Self { id, shared, events, input, owed: 0, ended: false }
+        Self { id, shared, events, input, owed: 0, ended: false, span: Span::none() }
+    }
+
+    /// The call, with a span that ends with it.
+    pub(crate) fn within(mut self, span: Span) -> Self {
+        self.span = span;
+        self
     }
 
     pub(crate) fn id(&self) -> u32 {
@@ -98,23 +107,33 @@ impl Call {
     pub(crate) fn poll_incoming(&mut self, context: &mut Context<'_>) -> Poll<Result<Incoming, CallError>> {
         Poll::Ready(match ready!(self.events.poll_recv(context)) {
             Some(Incoming::Error(error)) => {
-                self.ended = true;
-                Err(CallError::Failed(error))
+                let error = CallError::Failed(error);
+                self.end(Some(&error));
+                Err(error)
             }
             Some(event) => {
                 match &event {
                     Incoming::Data(_, bytes) => self.give_back(data_cost(bytes.len())),
-                    Incoming::Result(_) => self.ended = true,
+                    Incoming::Result(_) => self.end(None),
                     _ => {}
                 }
                 Ok(event)
             }
             // The sender is dropped after the last frame, or with the channel.
             None => {
-                self.ended = true;
-                Err(CallError::Lost(self.shared.closed_reason()))
+                let error = CallError::Lost(self.shared.closed_reason());
+                self.end(Some(&error));
+                Err(error)
             }
         })
+    }
+
+    fn end(&mut self, error: Option<&CallError>) {
+        self.ended = true;
+        let span = std::mem::replace(&mut self.span, Span::none());
+        if let Some(error) = error {
+            error.record_in(&span);
+        }
     }
 
     /// Gives consumed credit back to the guest, in steps.
@@ -191,16 +210,32 @@ pub(crate) fn parse_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, String> 
     serde_json::from_slice(json).map_err(|error| error.to_string().chars().take(REASON_CHARS).collect())
 }
 
+impl CallError {
+    /// The code that callers of the server get.
+    fn code(&self) -> ErrorCode {
+        match self {
+            Self::Failed(detail) => detail.code,
+            Self::AgentTooOld(_) => ErrorCode::WrongState,
+            Self::Lost(_) | Self::Garbled(_) => ErrorCode::SandboxLost,
+        }
+    }
+
+    /// Notes the code in the span of the call. The message is left out, because the guest can write anything into it.
+    pub(crate) fn record_in(&self, span: &Span) {
+        span.record("error_code", self.code().as_str());
+    }
+}
+
 impl From<CallError> for ErrorDetail {
     fn from(error: CallError) -> Self {
+        let code = error.code();
         match error {
             CallError::Failed(detail) => detail,
             CallError::Lost(_) => ErrorDetail::new(
-                ErrorCode::SandboxLost,
+                code,
                 format!("{error}; the call may have had effects: look before you repeat it"),
             ),
-            CallError::AgentTooOld(_) => ErrorDetail::new(ErrorCode::WrongState, error.to_string()),
-            CallError::Garbled(_) => ErrorDetail::new(ErrorCode::SandboxLost, error.to_string()),
+            CallError::AgentTooOld(_) | CallError::Garbled(_) => ErrorDetail::new(code, error.to_string()),
         }
     }
 }

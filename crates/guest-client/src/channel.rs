@@ -12,6 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
+use tracing::field::Empty;
 
 use crate::call::{Call, CallError, Sink};
 use crate::input::InputCredit;
@@ -149,6 +150,12 @@ impl GuestClient {
 
     /// Starts a call, in the form that the agent's version knows. Waits a limited time while the guest does not read.
     pub async fn start(&self, message: &GuestCall) -> Result<Call, CallError> {
+        let span = tracing::debug_span!("agent_call", call = message.name(), error_code = Empty);
+        let call = self.send(message).await.inspect_err(|error| error.record_in(&span))?;
+        Ok(call.within(span))
+    }
+
+    async fn send(&self, message: &GuestCall) -> Result<Call, CallError> {
         let message = message.adapt(self.protocol)?;
         let kind = if matches!(*message, GuestCall::Listen(_)) { CallKind::Listen } else { CallKind::Work };
         let frame =

@@ -56,6 +56,32 @@ pub enum GuestCall {
     PowerOff(ShutdownCall),
 }
 
+impl GuestCall {
+    /// The name of the call, as in its JSON.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Configure(_) => "configure",
+            Self::Machine(_) => "machine",
+            Self::Bash(_) => "bash",
+            Self::Attach(_) => "attach",
+            Self::KillOperation(_) => "kill_operation",
+            Self::Read(_) => "read",
+            Self::Write(_) => "write",
+            Self::Edit(_) => "edit",
+            Self::Glob(_) => "glob",
+            Self::Grep(_) => "grep",
+            Self::Git(_) => "git",
+            Self::Serve(_) => "serve",
+            Self::Connect(_) => "connect",
+            Self::Listen(_) => "listen",
+            Self::Usage(()) => "usage",
+            Self::Flush(()) => "flush",
+            Self::Shutdown(_) => "shutdown",
+            Self::PowerOff(_) => "power_off",
+        }
+    }
+}
+
 /// The configuration that binds a sandbox to its workspace. The host sends it first on every connection, so that neither
 /// the image nor the container's settings hold it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

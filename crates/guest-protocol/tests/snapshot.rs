@@ -99,7 +99,9 @@ fn messages_and_frames_are_frozen() {
     ];
     let mut text = format!("protocol {PROTOCOL_VERSION}\n\n");
     for call in &calls {
-        text += &serde_json::to_string(call).unwrap();
+        let json = serde_json::to_string(call).unwrap();
+        assert!(json.starts_with(&format!("{{\"{}\":", call.name())), "{} names {json}", call.name());
+        text += &json;
         text.push('\n');
     }
     for frame in &frames {

@@ -16,6 +16,7 @@ mod sandbox;
 mod settings;
 mod start_history;
 mod table;
+mod traced;
 
 pub use container::DockerImages;
 pub use error::ProviderError;

@@ -11,6 +11,7 @@ use emergent_wire::workspace::{ContainerType, DeploymentMode, IsolationLevel, Pr
 use crate::error::ProviderError;
 use crate::provider::SharedProvider;
 use crate::settings::{OpenContext, ProviderSettings};
+use crate::traced::Traced;
 use crate::{container, firecracker};
 
 /// The facts about a provider that do not change while a server runs.
@@ -127,7 +128,8 @@ impl ProviderTable {
         let context = OpenContext::new(settings);
         let mut enabled = Vec::new();
         for entry in &self.0 {
-            enabled.extend((entry.open)(&context)?);
+            let provider = (entry.open)(&context)?;
+            enabled.extend(provider.map(|provider| Arc::new(Traced(provider)) as SharedProvider));
         }
         Ok(Providers { table: self, enabled })
     }

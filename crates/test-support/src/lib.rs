@@ -1,5 +1,6 @@
 //! Support for the tests of several crates: real services that start for one test and leave nothing on the host.
 
+pub mod collector;
 pub mod command;
 pub mod conformance;
 pub mod engine;

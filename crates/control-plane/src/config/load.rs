@@ -54,13 +54,14 @@ pub enum ConfigError {
 }
 
 /// The environment variables and the keys that they set.
-const VARIABLES: [(&str, &str); 38] = [
+const VARIABLES: [(&str, &str); 39] = [
     ("EMERGENT_LISTEN", "listen"),
     ("EMERGENT_DATA_DIR", "data_dir"),
     ("DATABASE_URL", "database_url"),
     ("EMERGENT_ENCRYPTION_KEY", "encryption_key"),
     ("EMERGENT_LOG", "log.filter"),
     ("EMERGENT_LOG_FORMAT", "log.format"),
+    ("EMERGENT_LOG_OTLP_ENDPOINT", "log.otlp_endpoint"),
     ("ENABLE_AGENT_WORKSPACES", "workspaces.enabled"),
     ("WORKSPACE_DEFAULT_CPU", "workspaces.default_cpu"),
     ("WORKSPACE_DEFAULT_MEMORY", "workspaces.default_memory"),
@@ -202,10 +203,21 @@ mod tests {
             "[workspaces]\ndefault_memory = \"1K\"",
             "[tls]\ncertificate = \"/x\"",
             "listen = \"nowhere\"",
+            "[log]\notlp_endpoint = \"collector\"",
         ] {
             assert!(load(text).is_err(), "{text}");
         }
         assert!(Settings::load(Some(Path::new("/nowhere.toml")), &Overrides::default()).is_err());
+    }
+
+    #[test]
+    fn traces_are_exported_only_to_an_address_that_is_given() {
+        assert_eq!(Settings::default().log.otlp_endpoint, None);
+        assert_eq!(load("[log]\notlp_endpoint = \"\"").unwrap().log.otlp_endpoint, None);
+        let given = load("[log]\notlp_endpoint = \"http://127.0.0.1:4318\"").unwrap();
+        assert_eq!(given.log.otlp_endpoint.unwrap().to_string(), "http://127.0.0.1:4318/");
+        let refused = load("[log]\notlp_endpoint = \"http://user:a-password@host\"").unwrap_err().to_string();
+        assert!(refused.contains("log.otlp_endpoint") && !refused.contains("a-password"), "{refused}");
     }
 
     #[test]

@@ -8,11 +8,13 @@ use std::path::PathBuf;
 use emergent_firecracker_manager::ManagerOptions;
 use emergent_host::room::RoomRules;
 use emergent_mcp_http::Origin;
+use emergent_otlp::Endpoint;
 use emergent_wire::pool::{PoolShape, PoolTarget};
 use emergent_wire::workspace::{DEFAULT_IMAGE, DeploymentMode, ResourceLimits};
 use emergent_wire::{ByteSize, CpuCount};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde::{Deserialize, Serialize};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize};
 
 pub use load::{ConfigError, Overrides, default_data_dir};
 
@@ -108,6 +110,16 @@ pub struct LogSettings {
     pub filter: String,
     /// `text` or `json`.
     pub format: LogFormat,
+    /// The OpenTelemetry collector that gets the spans, such as `http://127.0.0.1:4318`. Unless given, no spans are exported
+    /// (`EMERGENT_LOG_OTLP_ENDPOINT`).
+    #[serde(deserialize_with = "none_if_empty")]
+    pub otlp_endpoint: Option<Endpoint>,
+}
+
+/// An empty variable counts as none.
+fn none_if_empty<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Endpoint>, D::Error> {
+    let text = Option::<String>::deserialize(value)?.filter(|text| !text.is_empty());
+    text.map(|text| text.parse().map_err(D::Error::custom)).transpose()
 }
 
 /// The format of a log line.
@@ -250,7 +262,7 @@ impl Default for Settings {
 
 impl Default for LogSettings {
     fn default() -> Self {
-        Self { filter: "info".to_owned(), format: LogFormat::Text }
+        Self { filter: "info".to_owned(), format: LogFormat::Text, otlp_endpoint: None }
     }
 }
 

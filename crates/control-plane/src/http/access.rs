@@ -10,6 +10,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use chrono::Utc;
+use emergent_otlp::continue_trace;
 use emergent_wire::ErrorCode;
 use emergent_wire::access::Token;
 
@@ -45,6 +46,7 @@ pub(super) async fn check(
                 counts_as_use: rule.counts_as_use,
             };
             tracing::Span::current().record("principal", caller.principal.name.as_str());
+            continue_trace(request.headers());
             request.extensions_mut().insert(caller.clone());
             let mut ended = Box::pin(token_ended(app, secret.unwrap_or_default(), token));
             let mut response = tokio::select! {

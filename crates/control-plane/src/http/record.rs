@@ -10,8 +10,8 @@ use axum::response::Response;
 use chrono::Utc;
 use emergent_store::{AuditEntry, AuditOutcome};
 use emergent_wire::ErrorCode;
-use tracing::Instrument as _;
 use tracing::field::Empty;
+use tracing::{Instrument as _, Span};
 
 use super::App;
 use super::error::FailedWith;
@@ -42,7 +42,14 @@ pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
     let id = given.map_or_else(|| uuid::Uuid::now_v7().simple().to_string(), str::to_owned);
     request.extensions_mut().insert(RequestId(id.clone()));
     // All log lines of this request carry these fields (docs/logging.md).
-    let span = tracing::info_span!("request", request = id, principal = Empty, workspace = Empty);
+    let span = tracing::info_span!(
+        "request",
+        request = id,
+        action = Empty,
+        principal = Empty,
+        workspace = Empty,
+        error_code = Empty
+    );
     let mut response = next.run(request).instrument(span).await;
     if let Ok(value) = HeaderValue::from_str(&id) {
         response.headers_mut().insert(HEADER, value);
@@ -64,9 +71,11 @@ pub(super) async fn call(
     let (at, begun) = (Utc::now(), Instant::now());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let request_id = request.extensions().get::<RequestId>().map(ToString::to_string);
+    let span = Span::current();
+    span.record("action", rule.action);
     let target = TargetId::of(&mut request, &rule, &app).await;
     if let Some(id) = target.0 {
-        tracing::Span::current().record("workspace", tracing::field::display(id));
+        span.record("workspace", tracing::field::display(id));
     }
     let summary = SummarySlot::default();
     request.extensions_mut().insert(target);
@@ -75,6 +84,9 @@ pub(super) async fn call(
     let duration = begun.elapsed();
     let status = response.status();
     let failed = response.extensions().get::<FailedWith>().map(|failed| failed.0);
+    if let Some(code) = failed {
+        span.record("error_code", code.as_str());
+    }
     tracing::debug!(%method, path, status = status.as_u16(), took_ms = duration.as_millis(), "call");
     if response.extensions().get::<Recorded>().is_some() {
         return response;

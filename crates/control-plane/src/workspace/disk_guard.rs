@@ -47,18 +47,16 @@ impl DiskGuard {
         })
     }
 
-    /// Runs passes for ever.
-    pub(crate) async fn run(self: Arc<Self>) {
-        loop {
-            let free = self.pass().await;
-            let spare = self.disk_space.gauge().spare_bytes(free);
-            #[allow(clippy::cast_precision_loss, reason = "a pause does not need every bit")]
-            let pause = Duration::from_secs_f64(spare as f64 / BYTES_PER_SECOND as f64);
-            tokio::time::sleep(pause.clamp(*PAUSE.start(), *PAUSE.end())).await;
-        }
+    /// Runs one pass. Returns the pause before the next one.
+    pub(crate) async fn run(&self) -> Duration {
+        let free = self.pass().await;
+        let spare = self.disk_space.gauge().spare_bytes(free);
+        #[allow(clippy::cast_precision_loss, reason = "a pause does not need every bit")]
+        let pause = Duration::from_secs_f64(spare as f64 / BYTES_PER_SECOND as f64);
+        pause.clamp(*PAUSE.start(), *PAUSE.end())
     }
 
-    /// Runs one pass. Returns the free bytes of the disk with the least free space.
+    /// Returns the free bytes of the disk with the least free space.
     async fn pass(&self) -> u64 {
         let Some(least) = self.disk_space.least_free_space() else {
             return u64::MAX;
