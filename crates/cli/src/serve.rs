@@ -12,6 +12,7 @@ use emergent_control_plane::{Existing, Overrides, Running, Settings};
 use emergent_otlp::OtlpExport;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
+use tracing::Subscriber;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::{SubscriberInitExt as _, TryInitError};
 use tracing_subscriber::{EnvFilter, Layer, Registry, fmt, registry};
@@ -132,11 +133,15 @@ fn start_subscriber(
     traces: Option<&OtlpExport>,
 ) -> Result<(), TryInitError> {
     match traces {
-        // A filter of the whole subscriber is cheaper than one for each layer.
-        None => registry().with(filter.and_then(lines)).try_init(),
+        None => without_traces(lines, filter).try_init(),
         // The filter is for lines. Spans are exported whether lines show them or not.
         Some(traces) => registry().with(lines.with_filter(filter)).with(traces.layer()).try_init(),
     }
+}
+
+/// The filter is outermost, so that spans and events that no line needs are off.
+fn without_traces(lines: impl Layer<Registry> + Send + Sync, filter: EnvFilter) -> impl Subscriber {
+    registry().with(lines.and_then(filter))
 }
 
 /// Ends at the first SIGTERM or SIGINT. The second one ends the process at once.
@@ -216,9 +221,16 @@ fn this_program() -> String {
 
 #[cfg(test)]
 mod tests {
-    use emergent_wire::InstallationId;
+    use emergent_wire::id::InstallationId;
+    use tracing::level_filters::LevelFilter;
 
     use super::*;
+
+    #[test]
+    fn without_an_export_the_filter_turns_off_what_it_hides() {
+        let subscriber = without_traces(fmt::layer(), EnvFilter::new("warn,emergent_providers=info"));
+        assert_eq!(subscriber.max_level_hint(), Some(LevelFilter::INFO));
+    }
 
     #[test]
     fn commands_of_the_greeting_are_valid_shell_for_this_server() {
@@ -226,7 +238,7 @@ mod tests {
             url: "https://127.0.0.1:7".to_owned(),
             data_dir: PathBuf::from("/tmp/with space"),
             first_start: true,
-            installation: InstallationId::new(),
+            installation: InstallationId::generate(),
         };
         let text = greeting(&running, Some(Path::new("cert.pem")));
         assert!(text.starts_with("listening on https://127.0.0.1:7\n"), "{text}");

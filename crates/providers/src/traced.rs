@@ -15,7 +15,7 @@ use crate::image::ImageProgram;
 use crate::provider::{Health, SharedProvider, WorkspaceProvider};
 use crate::sandbox::{DiskUse, Observed, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
 
-/// A provider whose calls have the span `provider_call`. Every method of the trait is forwarded, also those with a default.
+/// A provider whose calls have the span `provider_call`.
 pub(crate) struct Traced(pub(crate) SharedProvider);
 
 type Result<T> = std::result::Result<T, ProviderError>;
@@ -57,6 +57,8 @@ async fn within<T>(span: Span, call: impl Future<Output = Result<T>>) -> Result<
     result
 }
 
+// A default in place of the provider's own method would be wrong.
+#[deny(clippy::missing_trait_methods)]
 #[async_trait]
 impl WorkspaceProvider for Traced {
     fn name(&self) -> ProviderName {
