@@ -88,8 +88,8 @@ struct ListArgs {
     /// Only this tool or action, such as bash or workspace.create
     #[arg(long)]
     tool: Option<String>,
-    /// Only calls with this outcome
-    #[arg(long, value_parser = PossibleValuesParser::new(["success", "failure", "denied"]))]
+    /// Only records with this outcome; 'started' is the beginning of a call whose output is sent while it runs
+    #[arg(long, value_parser = PossibleValuesParser::new(["started", "success", "failure", "denied"]))]
     outcome: Option<String>,
     /// Only records since this time: a timestamp such as 2025-06-01T12:00:00Z, or a duration ago such as 2h
     #[arg(long, value_name = "WHEN", value_parser = values::moment)]

@@ -69,6 +69,47 @@ async fn answered_calls_are_in_the_audit_log_after_the_server_was_killed() {
 }
 
 #[tokio::test]
+async fn streamed_calls_are_in_the_audit_log_before_their_output_is_sent() {
+    let mut server = TestServer::start(BINARY).await;
+    let id = server.create(json!({ "provider": "docker", "network": "isolated" })).await;
+    let bash = format!("{WORKSPACES}/{id}/bash");
+    let audited = async |server: &TestServer, tool: &str| {
+        let path = format!("/api/v1/audit?tool={tool}&workspace_id={id}");
+        let found = server.request("GET", &path, None).await.ok();
+        let records = found["records"].as_array().unwrap().iter().rev();
+        records.map(|record| (record["outcome"].clone(), record["request_id"].clone())).collect::<Vec<_>>()
+    };
+    // Killed in the middle of a command, and of a file.
+    let command = json!({ "command": "echo first; sleep 600" });
+    let mut events = server.events("POST", &bash, Some(command), None).await;
+    assert_eq!(events.next().await.unwrap().data["text"], "first\n");
+    server.bash(&id, "truncate -s 60M large").await;
+    let url = format!("{}{WORKSPACES}/{id}/read", server.url);
+    let read = server.client().post(&url).bearer_auth(&server.token);
+    let read = read.header("accept", "application/octet-stream");
+    let read = read.body(json!({ "file_path": "large", "raw": true }).to_string());
+    let mut file = read.send().await.unwrap();
+    assert!(!file.chunk().await.unwrap().unwrap().is_empty());
+    server.kill();
+    server.start_again().await;
+    let bash_calls = audited(&server, "bash").await;
+    assert_eq!(bash_calls.iter().map(|call| &call.0).collect::<Vec<_>>(), ["started", "success"]);
+    let reads = audited(&server, "read").await;
+    assert_eq!(reads.iter().map(|call| &call.0).collect::<Vec<_>>(), ["started"]);
+    // A call that ends has a second entry with its outcome.
+    server.events("POST", &bash, Some(json!({ "command": "sleep 1" })), None).await.collect().await;
+    let bash_calls = audited(&server, "bash").await;
+    assert_eq!(bash_calls[2..].iter().map(|call| &call.0).collect::<Vec<_>>(), ["started", "success"]);
+    assert_eq!(bash_calls[2].1, bash_calls[3].1);
+    let path = format!("/api/v1/audit?tool=bash&workspace_id={id}&outcome=success&limit=1");
+    let found = server.request("GET", &path, None).await.ok();
+    assert!(found["records"][0]["duration_ms"].as_u64().unwrap() >= 1000, "{found}");
+    assert_eq!(server.request("GET", "/api/v1/audit/verify", None).await.ok()["ok"], true);
+    server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
 async fn kill_during_creates_and_destroys_leaves_nothing() {
     let mut server = TestServer::start(BINARY).await;
     let doomed = server.create(json!({})).await;

@@ -1,8 +1,9 @@
 //! The one writer of the audit log. Calls put their entries into a queue, and a task writes the queue in batches.
 //!
-//! A call is answered after its entry is written, so after a crash no answered call is missing in the log. The exception are messages
-//! to MCP servers, of which there may be thousands a second: they do not wait, and a crash loses the entries of the last
-//! [`COLLECT_TIME`]. An orderly shutdown writes them.
+//! A call is answered after its entry is written, so after a crash no answered call is missing in the log. A call whose output is sent
+//! while it runs has an entry before its output, and another one at its end. The exception are messages to MCP servers, of which there
+//! may be thousands a second: they do not wait, and a crash loses the entries of the last [`COLLECT_TIME`]. An orderly shutdown writes
+//! them.
 //!
 //! A database that can't be written must not stop the server. Then calls are answered after [`WRITE_TIMEOUT`], and their entries stay
 //! in the queue. An entry is lost only when the queue is full, which is logged and counted.

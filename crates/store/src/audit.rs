@@ -40,10 +40,13 @@ pub(crate) const AUDIT: Table = Table {
               request, request_id, prev_hash, hash",
 };
 
-/// How an audited call ended.
+/// How an audited call ended, or that it began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AuditOutcome {
+    /// It has begun, and its output is sent while it runs. A second entry with the same request id has its end. Without
+    /// one, the server was killed meanwhile.
+    Started,
     /// It succeeded.
     Success,
     /// It was tried and failed.
@@ -56,6 +59,7 @@ impl AuditOutcome {
     /// The name as it is written everywhere.
     pub const fn as_str(self) -> &'static str {
         match self {
+            Self::Started => "started",
             Self::Success => "success",
             Self::Failure => "failure",
             Self::Denied => "denied",
@@ -73,10 +77,10 @@ impl FromStr for AuditOutcome {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        [Self::Success, Self::Failure, Self::Denied]
+        [Self::Started, Self::Success, Self::Failure, Self::Denied]
             .into_iter()
             .find(|outcome| outcome.as_str() == text)
-            .ok_or_else(|| format!("'{text}' is none of 'success' 'failure' 'denied'"))
+            .ok_or_else(|| format!("'{text}' is none of 'started' 'success' 'failure' 'denied'"))
     }
 }
 
@@ -95,11 +99,11 @@ pub struct AuditEntry {
     pub session_id: Option<SessionId>,
     /// The tool or action, such as `bash` or `workspace.create`.
     pub tool: String,
-    /// How it ended.
+    /// How it ended, or that it began.
     pub outcome: AuditOutcome,
     /// The error code of a call that did not succeed.
     pub error_code: Option<String>,
-    /// How long it took.
+    /// How long it took until this entry.
     pub duration_ms: u64,
     /// A summary of the request, without contents.
     pub request: Value,

@@ -25,7 +25,8 @@ pub(super) struct AuditParams {
     workspace_id: Option<WorkspaceId>,
     /// Only calls of this tool or action, such as `bash` or `workspace.create`.
     tool: Option<String>,
-    /// Only calls with this outcome: `success`, `failure` or `denied`.
+    /// Only records with this outcome: `success`, `failure` or `denied`, or `started` for the beginning of a call whose output is sent
+    /// while it runs.
     outcome: Option<String>,
     /// Only calls at or after this time (RFC 3339).
     since: Option<DateTime<Utc>>,
@@ -40,6 +41,9 @@ pub(super) struct AuditParams {
 pub(super) const LIST: RouteRule = RouteRule::admin("audit.list").audited(AuditPolicy::Never);
 
 /// List audited calls, newest first. Calls to the API are audited, without their contents.
+///
+/// A call has one record, which is written before the answer is sent. A call whose output is sent while it runs has two with the same
+/// `request_id`: `started` before the output, and its outcome at the end.
 #[utoipa::path(get, path = "/api/v1/audit", tag = "access", params(AuditParams),
     responses((status = 200, body = Object, description = "`records` with `seq`, `at`, `actor_name`, `workspace_id`, \
         `tool`, `outcome`, `error_code`, `duration_ms`, `request`, `request_id`, `prev_hash`, `hash`; `next_cursor`"),

@@ -1,6 +1,7 @@
 //! The one path of a tool call: authorise, parse, run, audit, measure.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -152,8 +153,7 @@ impl PreparedCall {
     /// Runs the tool. Dropping the future cancels the call.
     pub(crate) async fn run(self, output: Output) -> Result<ToolAnswer, ToolError> {
         let Self { tools, request, record, max_raw_bytes } = self;
-        let (caller, id) = (&record.caller, record.workspace_id);
-        let context = ToolContext { tools: &tools, caller, id, output, max_raw_bytes };
+        let context = ToolContext { tools: &tools, record: &record, output, max_raw_bytes };
         let result = request.run(&context).await;
         drop(context);
         record.end(result.as_ref().err()).await;
@@ -164,8 +164,7 @@ impl PreparedCall {
 /// The context in which a tool runs.
 pub(crate) struct ToolContext<'a> {
     tools: &'a Tools,
-    caller: &'a Caller,
-    id: WorkspaceId,
+    record: &'a CallRecord,
     pub(super) output: Output,
     pub(super) max_raw_bytes: Option<u64>,
 }
@@ -182,8 +181,10 @@ impl ToolContext<'_> {
 
     /// Sends a call to the workspace's agent.
     pub(super) async fn start(&self, request: GuestRequest<'_>) -> Result<RunningCall, ToolError> {
-        let running = self.tools.workspaces.calls.start(self.caller, self.id, request).await?;
+        let CallRecord { caller, workspace_id, .. } = self.record;
+        let running = self.tools.workspaces.calls.start(caller, *workspace_id, request).await?;
         if let Output::Streamed(receiver) = &self.output {
+            self.record.start().await;
             // A receiver that is closed drops the call.
             let _ = receiver.send(Piece::Started).await;
         }
@@ -237,7 +238,10 @@ impl ToolContext<'_> {
             };
             match (&self.output, event) {
                 (_, Event::Answer(json)) => return Ok(crate::workspace::GuestAnswer::of(json)),
-                (Output::Shown(show), Event::Stdout(bytes) | Event::Stderr(bytes)) => show(&bytes),
+                (Output::Shown(show), Event::Stdout(bytes) | Event::Stderr(bytes)) => {
+                    self.record.start().await;
+                    show(&bytes);
+                }
                 (Output::Streamed(receiver), event) => {
                     let piece = match event {
                         Event::Stderr(bytes) => Piece::Stderr(bytes),
@@ -260,24 +264,35 @@ struct CallRecord {
     at: DateTime<Utc>,
     begun: Instant,
     summary: Value,
+    is_started: AtomicBool,
     is_written: bool,
 }
 
 impl CallRecord {
     fn begin(audit: Audit, caller: Caller, workspace_id: WorkspaceId, tool: &'static str) -> Self {
         let (at, begun) = (Utc::now(), Instant::now());
-        Self { audit, caller, workspace_id, tool, at, begun, summary: Value::Null, is_written: false }
+        let (is_started, is_written) = (AtomicBool::new(false), false);
+        Self { audit, caller, workspace_id, tool, at, begun, summary: Value::Null, is_started, is_written }
+    }
+
+    /// Writes the entry `started`, unless it is written. Output is sent to the client only after that.
+    async fn start(&self) {
+        if !self.is_started.swap(true, Ordering::Relaxed) {
+            let entry = self.entry(AuditOutcome::Started, None, self.begun.elapsed(), self.summary.clone());
+            self.audit.record(entry).await;
+        }
     }
 
     /// Writes the entry. Calls are answered only after that.
     async fn end(mut self, failed: Option<&ToolError>) {
-        let entry = self.entry(failed.map(ToolError::code));
+        let entry = self.end_entry(failed.map(ToolError::code));
         let audit = self.audit.clone();
         drop(self);
         audit.record(entry).await;
     }
 
-    fn entry(&mut self, failed: Option<ErrorCode>) -> AuditEntry {
+    /// Measures the call and makes its last entry.
+    fn end_entry(&mut self, failed: Option<ErrorCode>) -> AuditEntry {
         self.is_written = true;
         let duration = self.begun.elapsed();
         let outcome = match failed {
@@ -288,6 +303,17 @@ impl CallRecord {
         metrics::histogram!("emergent_call_seconds", "action" => self.tool).record(duration.as_secs_f64());
         metrics::counter!("emergent_calls_total", "action" => self.tool, "outcome" => outcome.as_str())
             .increment(1);
+        let summary = std::mem::take(&mut self.summary);
+        self.entry(outcome, failed, duration, summary)
+    }
+
+    fn entry(
+        &self,
+        outcome: AuditOutcome,
+        failed: Option<ErrorCode>,
+        duration: Duration,
+        request: Value,
+    ) -> AuditEntry {
         AuditEntry {
             at: self.at,
             actor_token_id: Some(self.caller.principal.token_id),
@@ -298,7 +324,7 @@ impl CallRecord {
             outcome,
             error_code: failed.map(|code| code.as_str().to_owned()),
             duration_ms: u64::try_from(duration.as_millis()).unwrap_or(u64::MAX),
-            request: std::mem::take(&mut self.summary),
+            request,
             request_id: self.caller.request_id.clone(),
         }
     }
@@ -309,7 +335,7 @@ impl Drop for CallRecord {
         if self.is_written {
             return;
         }
-        let entry = self.entry(Some(ErrorCode::Cancelled));
+        let entry = self.end_entry(Some(ErrorCode::Cancelled));
         if let Ok(runtime) = Handle::try_current() {
             let audit = self.audit.clone();
             let record = async move { audit.record_soon(entry).await };

@@ -10,8 +10,8 @@
 //! **To add a tool**, write that type and one entry in [`standard`]. The REST path, the OpenAPI description, the MCP tool, the audit
 //! entries and the metrics follow from the entry.
 //!
-//! Invariant: each call that reaches [`Tools::prepare`] has exactly one audit entry, also when it is refused, fails, or is dropped
-//! because its client disconnected.
+//! Invariant: each call that reaches [`Tools::prepare`] has exactly one audit entry with its outcome, also when it is refused, fails, or
+//! is dropped because its client disconnected. If its output is sent while it runs, an entry `started` comes before the output.
 
 mod bash;
 mod call;
