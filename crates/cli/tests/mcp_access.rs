@@ -2,9 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use std::time::Duration;
+
 use emergent_test_support::mcp::{self, SERVERS};
 use emergent_test_support::mcp_client::{McpClient, request};
 use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::wait::wait_until;
 use reqwest::Method;
 use serde_json::{Value, json};
 
@@ -200,5 +203,37 @@ async fn malformed_mcp_requests_are_refused_and_the_session_continues() {
         assert!(client.ask(2, "tools/list", json!({})).await[0]["result"]["tools"].is_array());
         assert_eq!((client.end().await, other.end().await), (204, 204));
     }
+    world.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sessions_and_calls_of_a_revoked_token_end() {
+    let world = World::start().await;
+    let calls = [
+        json!({ "name": "bash", "arguments": { "command": "echo $$ > pid; exec sleep 600" } }),
+        json!({ "name": "sleep", "arguments": { "ms": 600_000, "text": "late" } }),
+    ];
+    for ((path, call), bound_to) in
+        world.addresses().iter().zip(calls).zip([&world.workspaces[0], &world.hosted])
+    {
+        let wanted = json!({ "name": "revoked", "workspace_id": bound_to });
+        let made = world.server.request("POST", "/api/v1/tokens", Some(wanted)).await.ok();
+        let client = McpClient::open_as(&world.server, path, made["secret"].as_str().unwrap()).await;
+        // The call continues in the background, as after a lost connection.
+        drop(client.post(&request(1, "tools/call", call)).await);
+        let is_running = async || match bound_to == &world.hosted {
+            true => world.server.mcp_server("chaos").await["pending_calls"] == 1,
+            false => {
+                let running = "kill -0 $(cat pid 2>/dev/null) 2>/dev/null && echo yes || true";
+                world.server.bash(bound_to, running).await == "yes\n"
+            }
+        };
+        let limit = Duration::from_secs(20);
+        wait_until("the call runs", limit, async || is_running().await).await;
+        let token = format!("/api/v1/tokens/{}", made["id"].as_str().unwrap());
+        world.server.request("DELETE", &token, None).await.ok();
+        wait_until("the call ends", limit, async || !is_running().await).await;
+    }
+    assert_eq!(world.server.mcp_server("chaos").await["sessions"], 0);
     world.end().await;
 }

@@ -26,6 +26,9 @@ const METRICS_UPKEEP_EVERY: Duration = Duration::from_secs(10);
 /// The interval in which old idempotency keys, audit rows and files in quarantine are removed.
 const PRUNE_EVERY: Duration = Duration::from_secs(600);
 
+/// The interval in which the tokens of MCP sessions are checked.
+const CHECK_SESSIONS_EVERY: Duration = Duration::from_millis(500);
+
 /// Starts all tasks.
 pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
@@ -78,6 +81,10 @@ pub(crate) fn start(workspaces: &Arc<Workspaces>, app: &App) -> JoinSet<()> {
     tasks.spawn(guard_disk(all()));
     tasks.spawn(recover(all(), app.clone()));
     tasks.spawn(host_mcp_servers(app.clone()));
+    tasks.spawn(repeat("mcp_sessions", CHECK_SESSIONS_EVERY, all(), {
+        let app = app.clone();
+        move |_| end_sessions_without_token(app.clone())
+    }));
     tasks.spawn(maintain_pool(all(), app.clone()));
     tasks
 }
@@ -145,6 +152,19 @@ async fn host_mcp_servers(app: App) {
             app.workspace_mcp.sweep();
         };
         run.instrument(span("mcp_servers")).await;
+    }
+}
+
+/// Ends the MCP sessions of tokens that were revoked, by any server of the installation, or have expired. A session outlives its
+/// requests, so access control does not end it.
+async fn end_sessions_without_token(app: App) {
+    for owner in app.mcp.session_owners().union(&app.workspace_mcp.session_owners()) {
+        // While the database does not answer, the sessions continue, as requests with cached tokens do.
+        if let Ok(false) = app.workspaces.context.store.is_token_usable(*owner, Utc::now()).await {
+            tracing::info!(token_id = %owner, "the MCP sessions of a token that was revoked or expired are ended");
+            app.mcp.end_sessions_of(*owner);
+            app.workspace_mcp.end_sessions_of(*owner);
+        }
     }
 }
 

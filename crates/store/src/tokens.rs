@@ -289,6 +289,16 @@ impl Store {
         }
     }
 
+    /// Whether a token is usable at `now`. For work that continues after the request that began it.
+    pub async fn is_token_usable(&self, id: TokenId, now: DateTime<Utc>) -> Result<bool> {
+        let count = query(
+            "SELECT COUNT(*) AS count FROM access_tokens
+             WHERE id = $1 AND revoked_at IS NULL AND (expires_at IS NULL OR expires_at > $2)",
+        );
+        let count = count.bind(id.0).bind(now).fetch_count(&mut self.db().reader().await?).await?;
+        Ok(count > 0)
+    }
+
     async fn note_use(&self, id: TokenId, now: DateTime<Utc>, due: DateTime<Utc>) -> Result<()> {
         query(
             "UPDATE access_tokens SET last_used_at = $2

@@ -27,12 +27,21 @@ impl McpClient {
         Self::open_with(server, path, json!({})).await
     }
 
+    /// Opens a session with another token than the admin token.
+    pub async fn open_as(server: &TestServer, path: &str, token: &str) -> Self {
+        Self::begin(server, path, token, json!({})).await
+    }
+
     /// Opens a session with these capabilities.
     pub async fn open_with(server: &TestServer, path: &str, capabilities: Value) -> Self {
+        Self::begin(server, path, &server.token, capabilities).await
+    }
+
+    async fn begin(server: &TestServer, path: &str, token: &str, capabilities: Value) -> Self {
         let mut client = Self {
             http: server.client().clone(),
             url: format!("{}{path}", server.url),
-            token: server.token.clone(),
+            token: token.to_owned(),
             session: String::new(),
             initialized: Value::Null,
         };

@@ -1,6 +1,6 @@
 //! The address of a workspace's MCP server (Streamable HTTP), which offers the tools of the workspace.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -8,7 +8,7 @@ use axum::extract::{Extension, Request, State};
 use axum::response::Response;
 use emergent_wire::error::ErrorBody;
 use emergent_wire::workspace::ContainerType;
-use emergent_wire::{ErrorCode, ErrorDetail, WorkspaceId};
+use emergent_wire::{ErrorCode, ErrorDetail, TokenId, WorkspaceId};
 use emergent_workspace_mcp::{Call, Config, Hints, ToolContent, ToolDescription, ToolResult, WorkspaceMcp};
 use parking_lot::Mutex;
 
@@ -44,6 +44,17 @@ impl WorkspaceMcps {
             server.sweep();
             Arc::strong_count(server) > 1 || !server.is_idle()
         });
+    }
+
+    /// The tokens that have sessions.
+    pub(crate) fn session_owners(&self) -> HashSet<TokenId> {
+        self.servers.lock().values().flat_map(|server| server.owners()).collect()
+    }
+
+    /// Ends the sessions of a token, and cancels their calls.
+    pub(crate) fn end_sessions_of(&self, owner: TokenId) {
+        let all: Vec<_> = self.servers.lock().values().cloned().collect();
+        all.iter().for_each(|server| server.end_of_owner(&owner));
     }
 }
 

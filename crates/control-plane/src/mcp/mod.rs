@@ -29,7 +29,7 @@ mod supervise;
 mod tests;
 mod tunnel;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ use emergent_failpoint::failpoint;
 use emergent_store::{StoreError, WorkspaceRecord};
 use emergent_wire::mcp::{McpStatus, RegisterMcpServer};
 use emergent_wire::workspace::{ContainerType, WorkspaceStatus};
-use emergent_wire::{Valid, WorkspaceId};
+use emergent_wire::{TokenId, Valid, WorkspaceId};
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
@@ -194,6 +194,17 @@ impl McpHost {
         self.workspaces.lifecycle.finish_destroy(id).await?;
         self.servers.lock().remove(&id);
         Ok(())
+    }
+
+    /// The tokens that have sessions with servers of this process.
+    pub(crate) fn session_owners(&self) -> HashSet<TokenId> {
+        self.servers.lock().values().flat_map(|server| server.endpoint.owners()).collect()
+    }
+
+    /// Ends the sessions of a token, and cancels their calls.
+    pub(crate) fn end_sessions_of(&self, owner: TokenId) {
+        let all: Vec<Arc<HostedServer>> = self.servers.lock().values().cloned().collect();
+        all.iter().for_each(|server| server.endpoint.end_of_owner(&owner));
     }
 
     /// Shuts all servers down at once: ends their processes and stops their sandboxes. Their rows stay.

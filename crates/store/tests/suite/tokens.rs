@@ -60,6 +60,9 @@ pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
     let end = now() + TimeDelta::seconds(60);
     assert_eq!(short.token.expires_at, Some(end));
     store.verify_token(&short.secret, end - TimeDelta::microseconds(1)).await.unwrap();
+    for (time, is_usable) in [(end - TimeDelta::microseconds(1), true), (end, false)] {
+        assert_eq!(store.is_token_usable(short.token.id, time).await.unwrap(), is_usable);
+    }
     assert_eq!(refusal(store.verify_token(&short.secret, end).await), TokenRefusal::Expired);
 
     let long = store.create_token(&admin("long"), now()).await.unwrap();
@@ -67,6 +70,7 @@ pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
     store.revoke_token(long.token.id, now()).await.unwrap();
     assert_eq!(refusal(store.verify_token(&long.secret, now()).await), TokenRefusal::Revoked);
     for id in [long.token.id, TokenId::generate()] {
+        assert!(!store.is_token_usable(id, now()).await.unwrap());
         let error = store.revoke_token(id, now()).await.unwrap_err();
         assert!(matches!(error, StoreError::NotFound { kind: "token", .. }), "{error}");
     }
