@@ -190,6 +190,25 @@ async fn server_that_refuses_to_initialize_is_stopped_and_callers_get_the_reason
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn server_whose_answer_to_initialize_is_too_long_is_ended_and_counts_as_crashed() {
+    let server = TestServer::start(BINARY).await;
+    let image = mcp::image(BINARY);
+    let args = json!(["long-initialize", "9000000"]);
+    let request = json!({ "name": "long", "args": args, "provider": "docker", "restart_policy": "never" });
+    let made = server.register(&image, request).await;
+    assert_eq!(made["status"], "stopped", "{made:#}");
+    let reason = made["last_exit"]["reason"].as_str().unwrap();
+    assert!(reason.contains("refused to initialize") && reason.contains("bytes"), "{made:#}");
+    assert_eq!(server.mcp_server("long").await["usage"]["processes"], 0);
+    server.remove_mcp("long").await;
+    let request = json!({ "name": "again", "args": args, "provider": "docker" });
+    server.register(&image, request).await;
+    server.wait_until_mcp("again", "recent_crashes", |crashes| crashes > 1).await;
+    server.remove_mcp("again").await;
+    server.stop();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn mcp_server_crash_loop_detection() {
     let server = TestServer::start(BINARY).await;
     let image = mcp::image(BINARY);

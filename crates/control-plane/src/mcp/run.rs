@@ -181,7 +181,8 @@ impl Supervisor {
         }
     }
 
-    /// Initializes the process, then checks now and then whether it answers. Returns only when it refuses `initialize`.
+    /// Initializes the process, then checks now and then whether it answers. Returns only when it can't be
+    /// initialized.
     async fn initialize_and_check(&self) -> BridgeError {
         let bridge = &self.server.bridge;
         let mut initialized = std::pin::pin!(bridge.initialize(env!("CARGO_PKG_VERSION"), NO_LIMIT));
@@ -194,9 +195,9 @@ impl Supervisor {
         };
         match result {
             Ok(_) => self.note_ready(),
-            Err(refused @ BridgeError::Refused(_)) => return refused,
             // The process has ended. The task that follows its output knows the reason.
-            Err(_) => std::future::pending().await,
+            Err(BridgeError::Down(_)) => std::future::pending().await,
+            Err(error) => return error,
         }
         loop {
             let silence = bridge.silence();

@@ -15,6 +15,8 @@ pub(crate) enum Mode {
     DieInInitialize,
     /// It answers `initialize` with an error.
     RefuseInitialize,
+    /// Its answer to `initialize` has this many bytes more than it needs.
+    LongInitialize(usize),
     /// It never answers.
     Silent,
     /// It answers only `initialize`.
@@ -41,8 +43,8 @@ pub(crate) enum Mode {
     SlowStart(Duration),
 }
 
-const USAGE: &str = "usage: mcp-chaos [normal|ignore-eof|ignore-term|die-in-initialize|refuse-initialize|silent|silent-after-init|\
-    exit-after MS|flood-stdout|flood-stderr|flood-junk|half-line|long-line BYTES|twice|stranger|junk|slow-start MS]";
+const USAGE: &str = "usage: mcp-chaos [normal|ignore-eof|ignore-term|die-in-initialize|refuse-initialize|\
+    long-initialize BYTES|silent|silent-after-init|exit-after MS|flood-stdout|flood-stderr|flood-junk|half-line|long-line BYTES|twice|stranger|junk|slow-start MS]";
 
 impl Mode {
     /// Reads the command line.
@@ -53,6 +55,9 @@ impl Mode {
             ["ignore-term"] => Self::IgnoreTerm,
             ["die-in-initialize"] => Self::DieInInitialize,
             ["refuse-initialize"] => Self::RefuseInitialize,
+            ["long-initialize", number] => {
+                Self::LongInitialize(number.parse().map_err(|_| not_a_number(number))?)
+            }
             ["silent"] => Self::Silent,
             ["silent-after-init"] => Self::SilentAfterInit,
             ["exit-after", number] => Self::ExitAfter(milliseconds(number)?),

@@ -87,8 +87,12 @@ impl Server {
         }
         let params = message.params.and_then(|params| serde_json::from_str::<Initialize>(params.get()).ok());
         let version = params.map_or(r#""2025-11-25""#, |params| params.protocol_version.get());
+        let padding = match self.mode {
+            Mode::LongInitialize(bytes) => "x".repeat(bytes),
+            _ => String::new(),
+        };
         let result = format!(
-            r#"{{"protocolVersion":{version},"capabilities":{{"tools":{{"listChanged":true}}}},"serverInfo":{{"name":"mcp-chaos","version":"{}"}}}}"#,
+            r#"{{"protocolVersion":{version},"capabilities":{{"tools":{{"listChanged":true}}}},"serverInfo":{{"name":"mcp-chaos{padding}","version":"{}"}}}}"#,
             env!("CARGO_PKG_VERSION")
         );
         self.answer(id, &result);
