@@ -225,3 +225,21 @@ async fn a_call_whose_client_disconnects_is_audited_as_cancelled() {
     let cancelled = (AuditOutcome::Failure, Some("cancelled".to_owned()), json!({ "text_bytes": 4 }));
     assert_eq!(server.audited().await, [cancelled]);
 }
+
+#[tokio::test]
+async fn a_call_whose_token_is_revoked_is_audited_once() {
+    let server = Server::start().await;
+    let store = &server.app.workspaces.context.store;
+    let request = server.request(&server.tokens[0], "count", &json!({ "text": "wait" }));
+    let call = tokio::spawn(server.router.clone().oneshot(request));
+    WAITING.notified().await;
+    let tokens = store.tokens().await.unwrap().readable;
+    let own = tokens.iter().find(|token| token.name == "token 1").unwrap();
+    store.revoke_token(own.id, Utc::now()).await.unwrap();
+    assert_eq!(call.await.unwrap().unwrap().status(), StatusCode::UNAUTHORIZED);
+    while server.audited().await.is_empty() {
+        tokio::task::yield_now().await;
+    }
+    let cancelled = (AuditOutcome::Failure, Some("cancelled".to_owned()), json!({ "text_bytes": 4 }));
+    assert_eq!(server.audited().await, [cancelled]);
+}

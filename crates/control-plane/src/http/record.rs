@@ -1,6 +1,8 @@
 //! Gives each call an id and a span, and measures, logs and audits it.
 
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use axum::extract::{Request, State};
@@ -31,9 +33,20 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// Added to the response of a call that was audited and measured already, by the domain.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Recorded;
+/// Added to a request. It is set when the domain begins to record the call, which then audits and measures it, whatever happens to the
+/// request.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RecordedByDomain(Arc<AtomicBool>);
+
+impl RecordedByDomain {
+    pub(super) fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
 
 /// Gives each request an id: the client's, where it is valid, else a new one.
 pub(super) async fn request_id(mut request: Request, next: Next) -> Response {
@@ -80,6 +93,8 @@ pub(super) async fn call(
     let summary = SummarySlot::default();
     request.extensions_mut().insert(target);
     request.extensions_mut().insert(summary.clone());
+    let recorded = RecordedByDomain::default();
+    request.extensions_mut().insert(recorded.clone());
     let response = next.run(request).await;
     let duration = begun.elapsed();
     let status = response.status();
@@ -88,7 +103,7 @@ pub(super) async fn call(
         span.record("error_code", code.as_str());
     }
     tracing::debug!(%method, path, status = status.as_u16(), took_ms = duration.as_millis(), "call");
-    if response.extensions().get::<Recorded>().is_some() {
+    if recorded.is_set() {
         return response;
     }
     let outcome = match failed {

@@ -21,7 +21,7 @@ use utoipa_axum::router::UtoipaMethodRouter;
 use super::App;
 use super::error::ApiError;
 use super::extract::{Id, read_object};
-use super::record::Recorded;
+use super::record::RecordedByDomain;
 use super::route::{BODY_BYTES, RouteRule, Routes};
 use super::stream::{self, OutputEvent};
 use crate::caller::Caller;
@@ -81,7 +81,8 @@ fn route(tool: &Arc<ToolEntry>, name: &str, title: &str, notes: &str) -> UtoipaM
     let path = format!("/api/v1/agent/workspaces/{{id}}/{name}");
     let paths = PathsBuilder::new().path(path, PathItem::new(HttpMethod::Post, operation)).build();
     let tool = Arc::clone(tool);
-    let handler = post(move |state, caller, id, request| call(tool, state, caller, id, request));
+    let handler =
+        post(move |state, caller, recorded, id, request| call(tool, state, caller, recorded, id, request));
     (schemas, paths, handler)
 }
 
@@ -99,6 +100,7 @@ async fn call(
     tool: Arc<ToolEntry>,
     State(app): State<App>,
     Extension(caller): Extension<Caller>,
+    Extension(recorded): Extension<RecordedByDomain>,
     Id(id): Id<WorkspaceId>,
     request: Request,
 ) -> Result<Response, ApiError> {
@@ -108,15 +110,10 @@ async fn call(
         tool.max_request_bytes > BODY_BYTES && length_of(&headers).is_none_or(|length| length > BODY_BYTES);
     let _permit = if may_be_large { Some(app.tools.large_file().await?) } else { None };
     let body = read_object(request, &app).await?;
-    let mut response = match app.tools.prepare(&caller, id, &tool, Arguments::Json(&body)).await {
-        Ok(call) => {
-            drop(body);
-            run(call, &headers).await
-        }
-        Err(error) => ApiError::from(error).into_response(),
-    };
-    response.extensions_mut().insert(Recorded);
-    Ok(response)
+    recorded.set();
+    let call = app.tools.prepare(&caller, id, &tool, Arguments::Json(&body)).await?;
+    drop(body);
+    Ok(run(call, &headers).await)
 }
 
 fn length_of(headers: &HeaderMap) -> Option<usize> {
