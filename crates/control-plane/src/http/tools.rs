@@ -108,7 +108,7 @@ async fn call(
     // A body of unknown length may be large, too.
     let may_be_large =
         tool.max_request_bytes > BODY_BYTES && length_of(&headers).is_none_or(|length| length > BODY_BYTES);
-    let _permit = if may_be_large { Some(app.tools.large_file().await?) } else { None };
+    let _permit = if may_be_large { Some(app.tools.large_file(id).await?) } else { None };
     let body = read_object(request, &app).await?;
     recorded.set();
     let call = app.tools.prepare(&caller, id, &tool, Arguments::Json(&body)).await?;

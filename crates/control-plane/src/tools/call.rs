@@ -14,21 +14,18 @@ use emergent_wire::{ErrorCode, WorkspaceId};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tracing::Instrument as _;
 
 use super::error::ToolError;
+use super::large_files::{LargeFile, LargeFiles};
 use super::table::{AnyRequest, Arguments, Streaming, ToolAnswer, ToolEntry};
 use crate::audit::Audit;
 use crate::caller::{Caller, Principal};
 use crate::workspace::{GuestRequest, OutputLimit, RunningCall, TimeLimit, Workspaces};
 
-/// The limit on large files that are in memory at once while they are transferred.
-const MAX_LARGE_FILES: usize = 4;
-/// The time that a call waits at this limit.
-const WAIT_FOR_LARGE_FILE: Duration = Duration::from_secs(30);
 /// The time limit of tools that only read or change files.
-const FILE_TOOL_TIMEOUT: Duration = Duration::from_secs(120);
+pub(super) const FILE_TOOL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The tools, and the parts of the server that their calls use.
 #[derive(Clone)]
@@ -36,7 +33,7 @@ pub(crate) struct Tools {
     table: Arc<[Arc<ToolEntry>]>,
     workspaces: Arc<Workspaces>,
     audit: Audit,
-    large_files: Arc<Semaphore>,
+    large_files: Arc<LargeFiles>,
 }
 
 /// A function that shows output. It does not block.
@@ -63,8 +60,7 @@ pub(crate) enum Piece {
 
 impl Tools {
     pub(crate) fn new(table: Vec<Arc<ToolEntry>>, workspaces: Arc<Workspaces>, audit: Audit) -> Self {
-        let large_files = Arc::new(Semaphore::new(MAX_LARGE_FILES));
-        Self { table: table.into(), workspaces, audit, large_files }
+        Self { table: table.into(), workspaces, audit, large_files: Arc::default() }
     }
 
     pub(crate) fn table(&self) -> &[Arc<ToolEntry>] {
@@ -85,13 +81,9 @@ impl Tools {
         }
     }
 
-    /// A permit to hold one more large file in memory.
-    pub(crate) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ToolError> {
-        let permit = self.large_files.clone().acquire_owned();
-        match tokio::time::timeout(WAIT_FOR_LARGE_FILE, permit).await {
-            Ok(Ok(permit)) => Ok(permit),
-            _ => Err(ToolError::TooManyLargeFiles),
-        }
+    /// Waits for a place to hold one more large file of this workspace in memory.
+    pub(crate) async fn large_file(&self, id: WorkspaceId) -> Result<LargeFile, ToolError> {
+        self.large_files.place(id).await
     }
 
     /// Authorises a call and parses its request. A call that is refused here is audited, too.
@@ -175,8 +167,8 @@ impl ToolContext<'_> {
         Ok(self.tools.workspaces.disk_space.refuse_without_room_for(bytes)?)
     }
 
-    pub(super) async fn large_file(&self) -> Result<OwnedSemaphorePermit, ToolError> {
-        self.tools.large_file().await
+    pub(super) async fn large_file(&self) -> Result<LargeFile, ToolError> {
+        self.tools.large_file(self.record.workspace_id).await
     }
 
     /// Sends a call to the workspace's agent.

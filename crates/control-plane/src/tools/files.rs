@@ -5,6 +5,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use std::borrow::Cow;
 use std::time::Duration;
 
+use emergent_guest_client::Event;
 use emergent_guest_protocol::{GuestCall, WriteCall};
 use emergent_wire::tools::{
     ContentEncoding, EditAnswer, EditRequest, MAX_FILE_BYTES, MAX_READ_BYTES, ReadAnswer, ReadRequest,
@@ -13,12 +14,13 @@ use emergent_wire::tools::{
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use super::call::{Output, ToolContext};
+use super::call::{FILE_TOOL_TIMEOUT, Output, ToolContext};
 use super::error::ToolError;
-use super::table::{AnswerTypes, Effect, Shown, Streaming, Tool, TypeSchema};
+use super::large_files::LargeFile;
+use super::table::{AnswerTypes, Effect, MAX_REQUEST_BYTES, Shown, Streaming, Tool, TypeSchema};
 use super::text;
 use crate::summary::{Summarize, short};
-use crate::workspace::{GuestRequest, OutputLimit, TimeLimit};
+use crate::workspace::{GuestRequest, OutputLimit, RunningCall, TimeLimit, WorkspaceError};
 
 /// The largest request of write: 64 MiB as JSON text or base64.
 const MAX_WRITE_REQUEST_BYTES: usize = 140 << 20;
@@ -36,17 +38,16 @@ impl Tool for ReadRequest {
         if !self.raw {
             return context.request(call).await;
         }
-        let time_limit = TimeLimit::EachPiece(PIECE_TIMEOUT);
-        let request = GuestRequest { call, input: None, time_limit };
         if let Output::Streamed(_) = context.output {
-            let mut running = context.start(request).await?;
+            // The client decides how fast the file is read.
+            let time_limit = TimeLimit::EachPiece(PIECE_TIMEOUT);
+            let mut running = context.start(GuestRequest { call, input: None, time_limit }).await?;
             context.forward(&mut running, OutputLimit::NONE).await?;
             return Ok(ReadAnswer::default());
         }
-        let _permit = context.large_file().await?;
-        let mut running = context.start(request).await?;
-        let limit = context.max_raw_bytes.unwrap_or(MAX_FILE_BYTES);
-        let content = running.answer(OutputLimit::file(limit)).await?.stdout;
+        let time_limit = TimeLimit::Total(FILE_TOOL_TIMEOUT);
+        let mut running = context.start(GuestRequest { call, input: None, time_limit }).await?;
+        let (content, _place) = collect(context, &mut running).await?;
         Ok(ReadAnswer {
             content: BASE64.encode(&content),
             file_size: content.len() as u64,
@@ -66,6 +67,28 @@ impl Tool for ReadRequest {
 
     fn answers() -> AnswerTypes {
         AnswerTypes { finished: TypeSchema::of::<ReadAnswer>(), started: None }
+    }
+}
+
+/// Collects a file, with a place among the large files if it is one.
+async fn collect(
+    context: &ToolContext<'_>,
+    running: &mut RunningCall,
+) -> Result<(Vec<u8>, Option<LargeFile>), ToolError> {
+    let limit = context.max_raw_bytes.unwrap_or(MAX_FILE_BYTES);
+    let (mut content, mut place) = (Vec::new(), None);
+    loop {
+        let (Event::Stdout(bytes) | Event::Stderr(bytes)) = running.next().await? else {
+            return Ok((content, place));
+        };
+        let length = content.len() + bytes.len();
+        if length as u64 > limit {
+            return Err(WorkspaceError::FileTooLarge { limit }.into());
+        }
+        if length > MAX_REQUEST_BYTES && place.is_none() {
+            place = Some(context.large_file().await?);
+        }
+        content.extend_from_slice(&bytes);
     }
 }
 

@@ -18,6 +18,9 @@ mod call;
 mod error;
 mod files;
 mod git;
+mod large_files;
+#[cfg(test)]
+mod read_tests;
 mod search;
 mod stream;
 mod table;

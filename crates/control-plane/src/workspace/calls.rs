@@ -70,30 +70,15 @@ pub(crate) struct GuestAnswer {
 
 /// The limit on the output of each stream before an answer.
 #[derive(Clone, Copy)]
-pub(crate) struct OutputLimit {
-    bytes: u64,
-    /// Whether the output is a file that the client has chosen.
-    is_file: bool,
-}
+pub(crate) struct OutputLimit(usize);
 
 impl OutputLimit {
     /// The call has no output.
-    pub(crate) const NONE: Self = Self { bytes: 0, is_file: false };
+    pub(crate) const NONE: Self = Self(0);
 
     /// For the output of a command, which the agent limits. More output is a fault of the agent.
     pub(crate) const fn command(bytes: usize) -> Self {
-        Self { bytes: bytes as u64, is_file: false }
-    }
-
-    pub(crate) const fn file(bytes: u64) -> Self {
-        Self { bytes, is_file: true }
-    }
-
-    fn exceeded(self) -> WorkspaceError {
-        if self.is_file {
-            return WorkspaceError::FileTooLarge { limit: self.bytes };
-        }
-        CallError::Garbled(format!("more than {} bytes of output", self.bytes)).into()
+        Self(bytes)
     }
 }
 
@@ -235,8 +220,8 @@ impl RunningCall {
                 Event::Stderr(bytes) => (&mut stderr, bytes),
                 Event::Answer(json) => return Ok(GuestAnswer { json, stdout, stderr }),
             };
-            if (kept.len() + bytes.len()) as u64 > limit.bytes {
-                return Err(limit.exceeded());
+            if kept.len() + bytes.len() > limit.0 {
+                return Err(CallError::Garbled(format!("more than {} bytes of output", limit.0)).into());
             }
             kept.extend_from_slice(&bytes);
         }

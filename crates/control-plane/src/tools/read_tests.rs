@@ -1,0 +1,106 @@
+//! Raw reads of files whose agent is slow.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use emergent_guest_client::GuestClient;
+use emergent_guest_protocol::{AgentHello, Decoder, Frame, Kind, PROTOCOL_VERSION, Receiver};
+use emergent_wire::access::TokenScope;
+use emergent_wire::workspace::ProviderName;
+use emergent_wire::{TokenId, WorkspaceId};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::time::Instant;
+
+use super::*;
+use crate::audit::Audit;
+use crate::caller::{Caller, Principal};
+use crate::workspace::test_support::without_providers;
+use crate::workspace::{SandboxConnection, WorkspaceError};
+
+/// An agent whose files have one byte. It sends so many bytes after it, with this pause before each of them.
+async fn agent(mut stream: DuplexStream, more: usize, pause: Duration) {
+    let hello =
+        AgentHello { protocol: PROTOCOL_VERSION, version: "test".to_owned(), boot_id: "1".to_owned() };
+    let (mut decoder, mut buffer) = (Decoder::new(Receiver::Guest), [0; 1024]);
+    while let Ok(read @ 1..) = stream.read(&mut buffer).await {
+        let mut bytes = &buffer[..read];
+        while let Some(frame) = decoder.decode(&mut bytes).unwrap() {
+            let answer = match frame.kind {
+                Kind::Hello => Frame::message(Kind::Hello, 0, &hello).unwrap(),
+                Kind::Ping => Frame::new(Kind::Pong, 0, frame.payload),
+                Kind::Call => {
+                    for number in 0..=more {
+                        if number > 0 {
+                            tokio::time::sleep(pause).await;
+                        }
+                        let piece = Frame::new(Kind::Stdout, frame.call, Bytes::from_static(b"x"));
+                        if stream.write_all(&piece.to_bytes()).await.is_err() {
+                            return;
+                        }
+                    }
+                    Frame::message(Kind::Result, frame.call, &json!({})).unwrap()
+                }
+                _ => continue,
+            };
+            if stream.write_all(&answer.to_bytes()).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+struct World {
+    tools: Tools,
+    id: WorkspaceId,
+    _directory: tempfile::TempDir,
+}
+
+impl World {
+    async fn start(more: usize, pause: Duration) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let workspaces = without_providers(directory.path()).await;
+        let (host, guest) = tokio::io::duplex(1 << 16);
+        tokio::spawn(agent(guest, more, pause));
+        let (reader, writer) = tokio::io::split(host);
+        let channel = GuestClient::connect(reader, writer).await.unwrap();
+        let id = WorkspaceId::generate();
+        let connection = SandboxConnection { channel, provider: ProviderName::Docker };
+        workspaces.context.live(id).set_connection(connection);
+        let audit = Audit::start(workspaces.context.store.clone());
+        let tools = Tools::new(standard(), workspaces, audit);
+        Self { tools, id, _directory: directory }
+    }
+
+    async fn read(&self) -> Result<Value, ToolError> {
+        let principal =
+            Principal { token_id: TokenId::generate(), name: "admin".to_owned(), scope: TokenScope::Admin };
+        let caller = Caller { principal, request_id: None, counts_as_use: false };
+        let arguments = json!({ "file_path": "file", "raw": true });
+        let arguments = Arguments::Object(arguments.as_object().unwrap().clone());
+        let read = self.tools.find("read").unwrap();
+        let call = self.tools.prepare(&caller, self.id, read, arguments).await?;
+        call.run(Output::InAnswer).await?.to_value()
+    }
+}
+
+#[tokio::test]
+async fn a_small_file_is_read_while_large_files_have_all_places() {
+    let world = World::start(0, Duration::ZERO).await;
+    let other = WorkspaceId::generate();
+    let mut places = Vec::new();
+    for id in [world.id, world.id, other, other] {
+        places.push(world.tools.large_file(id).await.unwrap());
+    }
+    assert_eq!(world.read().await.unwrap()["content"], "eA==");
+}
+
+#[tokio::test]
+async fn a_file_that_arrives_byte_by_byte_is_given_up_after_its_time() {
+    let world = World::start(20, Duration::from_secs(25)).await;
+    tokio::time::pause();
+    let begun = Instant::now();
+    let failed = world.read().await.err().unwrap();
+    assert!(matches!(failed, ToolError::Workspace(WorkspaceError::NoAnswer(_))), "{failed}");
+    assert!(begun.elapsed() < Duration::from_secs(200), "{:?}", begun.elapsed());
+}
