@@ -80,7 +80,7 @@ impl ConnectionArgs {
         given(&self.data_dir).unwrap_or_else(default_data_dir)
     }
 
-    /// Finds server and token. The error names the next step.
+    /// Finds the server's URL and the token. The error names the next step.
     pub(crate) fn target(&self) -> Result<Target> {
         let directory = self.data_dir();
         let recorded = read_line(&directory.join(URL_FILE))?;

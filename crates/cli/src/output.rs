@@ -55,7 +55,7 @@ pub(crate) fn note(text: impl Display) {
 
 /// Reports the damaged rows of a list on stderr, because its table has no place for them.
 pub(crate) fn damaged(rows: &[UnreadableRow]) {
-    rows.iter().for_each(|row| note(format_args!("can't be shown: {}", one_line(&row.error))));
+    rows.iter().for_each(|row| note(format_args!("a row can't be shown: {}", one_line(&row.error))));
 }
 
 /// Writes bytes to stderr and flushes. Errors are ignored.
@@ -129,7 +129,7 @@ impl Table {
     }
 }
 
-/// The text on one line, with control characters replaced. They could control the terminal.
+/// The text on one line, with control characters replaced, because they could control the terminal.
 pub(crate) fn one_line(text: &str) -> String {
     if !text.contains(char::is_control) {
         return text.to_owned();

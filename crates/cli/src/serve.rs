@@ -112,9 +112,14 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
     result
 }
 
+<<<<<<< ours
 /// Sets up the log, and the export of spans if there is one.
 pub(crate) fn start_logging(log: &LogSettings, traces: Option<&OtlpExport>) -> Result<()> {
     // The MCP library logs whole requests, so its target must be named in the filter to be logged.
+=======
+pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
+    // The MCP library rmcp logs whole requests, so its lines below `warn` are off unless the filter names it.
+>>>>>>> theirs
     let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
     let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
         anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
@@ -127,6 +132,7 @@ pub(crate) fn start_logging(log: &LogSettings, traces: Option<&OtlpExport>) -> R
     started.map_err(|error| anyhow!("can't set up logging: {error}"))
 }
 
+<<<<<<< ours
 fn start_subscriber(
     lines: impl Layer<Registry> + Send + Sync,
     filter: EnvFilter,
@@ -145,6 +151,9 @@ fn without_traces(lines: impl Layer<Registry> + Send + Sync, filter: EnvFilter) 
 }
 
 /// Ends at the first SIGTERM or SIGINT. The second one ends the process at once.
+=======
+/// A future that is ready at the first SIGTERM or SIGINT. The second signal ends the process at once.
+>>>>>>> theirs
 pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     let mut terminate = signal(SignalKind::terminate()).context("can't handle SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("can't handle SIGINT")?;
@@ -169,7 +178,7 @@ pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static>
     })
 }
 
-/// The first output: the server's URL, and three commands to try.
+/// The first output of the server: its URL, and three commands to try.
 fn greeting(running: &Running, certificate: Option<&Path>) -> String {
     let url = &running.url;
     let (mut workspace, mut curl) = (format!("{} workspace", this_program()), "curl".to_owned());

@@ -1,5 +1,5 @@
-//! Short ids: a prefix or suffix that only one id has. Ids begin with their time, so those of about the same time have a long
-//! common prefix. Their ends are random.
+//! Short ids: a prefix or suffix that only one id has. An id begins with the time of its creation, so ids of about the same
+//! time have a long common prefix. The ends of ids are random.
 
 use std::fmt::Display;
 
@@ -43,7 +43,7 @@ pub(crate) fn resolve<T: Display>(kind: &str, given: &str, candidates: Vec<(T, S
                 lines.push(format!("  … and {} more", count - SHOWN));
             }
             bail!(
-                "'{given}' is the beginning or end of {count} ids: give more characters, best of the end:\n{}",
+                "'{given}' is the beginning or end of {count} ids: give more characters, preferably of the end:\n{}",
                 lines.join("\n")
             )
         }

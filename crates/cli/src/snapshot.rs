@@ -211,7 +211,7 @@ async fn snapshot_id(context: &Context, given: &str) -> Result<SnapshotId> {
 pub(crate) fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {
     let now = Utc::now();
     let mut table =
-        Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "TAKES", "AGE", "ABOUT"]);
+        Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "SIZE", "AGE", "ABOUT"]);
     for snapshot in snapshots {
         table.row([
             snapshot.id.to_string(),

@@ -37,7 +37,7 @@ pub(crate) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Parses a timestamp: RFC 3339, or a duration ago such as `2h`.
+/// Parses a timestamp: RFC 3339, or a duration before now such as `2h`.
 pub(crate) fn moment(text: &str) -> Result<String, String> {
     let moment = match text.parse::<DateTime<Utc>>() {
         Ok(moment) => moment,
@@ -52,12 +52,12 @@ pub(crate) fn moment(text: &str) -> Result<String, String> {
     Ok(moment.to_rfc3339_opts(SecondsFormat::Millis, true))
 }
 
-/// The time since a timestamp, in the largest unit that gives two or more.
+/// The time since a timestamp, in the largest unit in which it is at least two.
 pub(crate) fn age(since: DateTime<Utc>, now: DateTime<Utc>) -> String {
     brief((now - since).num_seconds())
 }
 
-/// A number of seconds, in the largest unit that gives two or more.
+/// A number of seconds, in the largest unit in which it is at least two.
 fn brief(seconds: i64) -> String {
     match seconds.max(0) {
         s @ 0..=119 => format!("{s}s"),
@@ -67,7 +67,7 @@ fn brief(seconds: i64) -> String {
     }
 }
 
-/// A number of bytes, in the largest unit that gives one or more.
+/// A number of bytes, in the largest unit in which it is at least one.
 pub(crate) fn size(bytes: u64) -> String {
     match bytes {
         b @ 0..1024 => format!("{b} B"),

@@ -4,9 +4,9 @@
 //! rows ──export──▶ temporary file ──fsync, rename──▶ audit/FIRST-LAST.jsonl ──then──▶ rows removed ──▶ row `audit.prune`
 //! ```
 //!
-//! A row is removed only after its export is on the disk. After a crash in between, the same rows are exported again; so do two servers
-//! on one database. Exports may therefore overlap, which `emergent audit verify --export` accepts. The server never removes exports:
-//! the operator moves them to an archive.
+//! A row is removed only after its export is on the disk. After a crash in between, the same rows are exported again. Two servers on
+//! one database can export the same rows, too. Exports may therefore overlap, which `emergent audit verify --export` accepts. The
+//! server never removes exports: the operator moves them to an archive.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -19,7 +19,7 @@ use emergent_store::{AuditCut, AuditEntry, AuditOutcome, AuditRange, AuditRecord
 
 use crate::audit::Audit;
 
-/// The rows that are read at once.
+/// The number of rows that are read at once.
 const PAGE: u32 = 500;
 /// The directory of exports, below the data directory.
 const EXPORTS: &str = "audit";
@@ -122,7 +122,7 @@ fn rename_durably(directory: &Path, unfinished: &Path, finished: &Path) -> io::R
     File::open(directory)?.sync_all()
 }
 
-/// The audit entry of the removal. It has the last hash that was removed, so a changed anchor contradicts the log.
+/// The audit entry of the removal. It has the hash of the last removed row, so a later change of the anchor contradicts the log.
 fn entry_of(cut: &AuditCut, now: DateTime<Utc>) -> AuditEntry {
     AuditEntry {
         at: now,

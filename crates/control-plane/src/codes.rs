@@ -1,7 +1,7 @@
 //! The stable code of each domain error: for the fronts, which answer with it, and for the audit log.
 //!
-//! Domain modules return their own errors and know no codes. Texts for callers are in `http/error_text.rs`, statuses in
-//! `http/error.rs`.
+//! Domain modules return their own errors and know no codes. Texts for callers are in `http/error_text.rs`, the HTTP
+//! status of a code is `ErrorCode::http_status`.
 
 use emergent_guest_client::CallError;
 use emergent_mcp_bridge::BridgeError;

@@ -24,7 +24,7 @@ pub enum KeyError {
         .0.display()
     )]
     Missing(PathBuf),
-    /// Values are sealed with another key.
+    /// The configured key is not the one that the values are sealed with.
     #[error(
         "the encryption key is not the one that the database's values are sealed with: start with the \
          EMERGENT_ENCRYPTION_KEY, or the key file {}, that the server had before. {NEW_KEY}",

@@ -7,7 +7,7 @@ use emergent_wire::workspace::ProviderName;
 use parking_lot::Mutex;
 use tokio::sync::broadcast;
 
-/// The events that are kept for a slow listener. A listener that is further behind misses events.
+/// The number of events that are kept for a slow listener. A listener that is further behind misses events.
 const MAX_BACKLOG: usize = 1024;
 
 /// Publishes events.

@@ -1,8 +1,8 @@
 //! The check that the database belongs to the files in the data directory.
 //!
 //! If the database was lost, or another one was configured, the disks and snapshots in the data directory are all that is left of the
-//! workspaces. So a server whose database has another installation id than these files refuses to start, unless the operator says how
-//! to treat them. The server never removes them.
+//! workspaces. So a server whose database has another installation id than these files refuses to start, unless the operator
+//! chooses to adopt or to discard them. The server never removes them.
 
 use std::fs;
 use std::io;
@@ -25,7 +25,7 @@ pub enum ExistingError {
     /// It has files of another installation than the database.
     #[error(
         "the data directory {} holds {files} files of workspaces of installation {}, but the database is of installation \
-         {database}: it is new, was restored from elsewhere, or is another one. Nothing was changed. Do one of these. \
+         {database}: the database is new, was restored from another server, or is the wrong one. Nothing was changed. Do one of these. \
          (1) Put the right database back (emergent.db of a backup, or DATABASE_URL). (2) If it is lost: start once with --adopt, which \
          keeps the disks as snapshots in quarantine (see `emergent quarantine list`). (3) Start once with --discard-existing, which \
          moves the files to {} and starts an empty installation; containers of the old installation keep running until they are removed",

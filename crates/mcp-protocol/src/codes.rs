@@ -14,7 +14,7 @@ pub const INTERNAL_ERROR: i64 = -32603;
 pub const SERVER_GONE: i64 = -32000;
 /// The server did not answer in time.
 pub const TIMED_OUT: i64 = -32001;
-/// Headers and body of a request of the modern era disagree.
+/// Headers and body of a request of the modern era (a version without sessions) disagree.
 pub const HEADER_MISMATCH: i64 = -32020;
 /// The client lacks a capability that the server needs.
 pub const MISSING_CAPABILITY: i64 = -32021;

@@ -1,4 +1,4 @@
-//! JSON-RPC messages as they are: the members of the outermost object, in their order, each as raw text.
+//! JSON-RPC messages: the members of the outermost object, in their order, each as raw text.
 //!
 //! A message is forwarded by writing its members again with one or two of them replaced. So fields of later versions, the form
 //! of numbers and the order of members arrive as they were sent.
@@ -46,7 +46,7 @@ impl<'de> serde::Deserialize<'de> for Members<'de> {
 struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 impl<'a> Members<'a> {
-    /// The members of this object; none when it is none.
+    /// The members of this object. None if the text is not an object.
     pub fn of(raw: &'a str) -> Option<Self> {
         serde_json::from_str(raw).ok()
     }
@@ -56,7 +56,7 @@ impl<'a> Members<'a> {
         self.0.iter().rev().find(|(own, _)| own == name).map(|(_, value)| value.get())
     }
 
-    /// A member that is a text.
+    /// A member that is a string, without its escapes.
     pub fn text(&self, name: &str) -> Option<String> {
         serde_json::from_str(self.get(name)?).ok()
     }
@@ -206,12 +206,12 @@ impl<'a> Message<'a> {
     }
 }
 
-/// The id of a request. Two spellings of one text are equal.
+/// The id of a request. Two strings that differ only in their escapes are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Id {
     /// A number, as it is written.
     Number(String),
-    /// A text.
+    /// A string, without its escapes.
     Text(String),
 }
 
@@ -243,7 +243,7 @@ fn push_line(out: &mut String, json: &str) {
         out.push_str(json);
         return;
     }
-    // Inside strings they are escaped.
+    // Inside a JSON string a line break is escaped, so only line breaks between tokens are removed.
     out.extend(json.chars().filter(|c| !matches!(c, '\n' | '\r')));
 }
 

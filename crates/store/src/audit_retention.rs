@@ -5,10 +5,10 @@
 //! 1 ─── 2 ─── 3 ─── … ─── n-1 ─── n ◀── n+1 ─── … ─── head
 //! ```
 //!
-//! A cut removes rows from the begin of the log in batches. Each batch is one transaction that also moves the
-//! anchor ([`audit_chain`](crate::audit_chain)) to the last removed row, so the log verifies after every batch:
-//! a server that is killed between two has cut less, nothing else. A batch holds the lock of the audit log, as
-//! an append does; appends wait for one batch at most, and two servers that cut take turns.
+//! A *cut* removes rows from the beginning of the log in batches. Each batch is one transaction that also moves the
+//! anchor ([`audit_chain`](crate::audit_chain)) to the last removed row. So the log is valid after every batch, and
+//! a server that is killed between two batches has only removed fewer rows. A batch holds the lock of the audit log,
+//! as an append does: an append waits for one batch at most, and two servers remove batches in turn.
 //!
 //! A batch checks the chain of its rows before it removes them. A cut never destroys the evidence of a change: it
 //! fails, and the rows stay.
@@ -26,7 +26,7 @@ use crate::row::Row;
 use crate::settings;
 use crate::types::to_microseconds;
 
-/// How many rows one transaction removes: a few milliseconds' work, for which appends wait.
+/// The number of rows that one transaction removes. Appends wait for it, and it takes a few milliseconds.
 const CUT_BATCH: i64 = 500;
 /// The most rows that one call exports.
 const MAX_EXPORT: u32 = 1000;
@@ -50,13 +50,13 @@ impl AuditRange {
 /// The rows that a cut removed. The caller appends it to the log as an entry of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AuditCut {
-    /// How many rows were removed.
+    /// The number of removed rows.
     pub removed: u64,
     /// The first of them.
     pub first_seq: u64,
     /// The last of them. Another server that cut at the same time may have removed some in between.
     pub anchor: AuditAnchor,
-    /// Whether the whole range was removed; if not, an error that was logged ended the cut early.
+    /// Whether the whole range was removed. If not, an error ended the cut early; it is in the log.
     pub complete: bool,
 }
 
@@ -74,7 +74,7 @@ impl AuditCut {
     }
 }
 
-/// The rows of a batch that are in the range, as the head before and after them.
+/// Checks the rows of a batch that are in the range. `start` is the head before them; returns the head after them.
 fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[Row]) -> Result<Head> {
     let mut head = start;
     for row in rows {
@@ -100,8 +100,8 @@ impl Store {
         recorded_anchor(&mut self.db().reader().await?).await
     }
 
-    /// The next at most `limit` (up to 1000) rows of the range after row `after`, oldest first; without `after`, from
-    /// the oldest row that is kept. None left: an empty list. Each is written to the export as one line
+    /// Returns the rows of the range after row `after`, oldest first, and at most `limit` (up to 1000) of them. Without
+    /// `after`, it begins with the oldest row. The list is empty if no row is left. Each row is one line of the export
     /// ([`AuditRecord::to_line`]).
     pub async fn export_audit(
         &self,
@@ -126,7 +126,7 @@ impl Store {
         Ok(rows.into_iter().take_while(|row| range.contains(row)).map(AuditRow::into_record).collect())
     }
 
-    /// Removes the rows of the range; none if there are none. Fails with [`StoreError::AuditBroken`] before it
+    /// Removes the rows of the range. Returns None if there are none. Fails with [`StoreError::AuditBroken`] before it
     /// removes a row that is not as it was written.
     pub async fn cut_audit(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
         let mut cut: Option<AuditCut> = None;
@@ -140,11 +140,11 @@ impl Store {
                 }
                 (Err(error), None) => return Err(error),
                 (Err(error), Some(cut)) => {
-                    // The result must still report the removed rows. The next cut meets the error again.
+                    // The result must still report the removed rows. The next cut fails with the same error.
                     tracing::warn!(
                         last_seq = cut.anchor.seq,
                         error = &error as &dyn std::error::Error,
-                        "the cut of the audit log ended early"
+                        "not all old rows of the audit log were removed; it will be tried again"
                     );
                     cut.complete = false;
                     return Ok(Some(cut.clone()));

@@ -1,8 +1,8 @@
 //! The rows of workspaces: the values of a new row, and the record that a row is read into.
 //!
-//! While no provider is chosen the columns `provider` and `provider_workspace_id`, which the design makes NOT
-//! NULL, hold the empty text; callers see `None` and `""`. Image, network and the last error have columns of
-//! their own and are shown in the workspace's `metadata` under those names.
+//! The columns `provider` and `provider_workspace_id` are NOT NULL. While no provider is chosen, they hold the empty
+//! text; callers see `None` and `""`. Image, network and the last error have columns of their own and are shown in the
+//! workspace's `metadata` under those names.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_wire::WorkspaceId;
@@ -27,26 +27,26 @@ pub(crate) const WORKSPACES: Table = Table {
               attached_to, attached_at, name",
 };
 
-/// A workspace that is about to be made.
+/// The values of the row of a new workspace.
 #[derive(Clone, Debug)]
 pub struct NewWorkspace {
-    /// Its id; the environment is sealed for it.
+    /// Its id. The sealed environment is bound to it.
     pub id: WorkspaceId,
     /// The session it belongs to, which must exist.
     pub agent_session_id: Option<SessionId>,
-    /// Its kind.
+    /// The kind of sandbox: an agent's workspace or a hosted MCP server.
     pub container_type: ContainerType,
     /// The repository to clone into it.
     pub repository_url: Option<String>,
     /// The branch, tag or commit to check out.
     pub branch: Option<String>,
-    /// Who operates the host.
+    /// The operator of the hosts: the installation itself, or a cloud.
     pub deployment_mode: DeploymentMode,
-    /// How long it lives.
+    /// Whether it expires.
     pub lifecycle: Lifecycle,
-    /// When it was requested.
+    /// The time of the request.
     pub created_at: DateTime<Utc>,
-    /// It expires this long after its last use; never when not given.
+    /// The time from its last use to its expiry. None: it never expires.
     pub ttl_seconds: Option<u64>,
     /// Its resource limits.
     pub resource_limits: ResourceLimits,
@@ -100,11 +100,11 @@ pub struct WorkspaceRecord {
     pub image: String,
     /// Its network mode.
     pub network: NetworkMode,
-    /// It expires this long after its last use.
+    /// The time from its last use to its expiry. None: it never expires.
     pub ttl_seconds: Option<u64>,
     /// The last error; none once it is ready again.
     pub error: Option<String>,
-    /// The server that is changing it; for an MCP server that is ready: the one that runs it.
+    /// The server that is changing it. For an MCP server that is ready: the server that supervises it.
     pub owner: Option<ServerId>,
     /// For MCP servers: the name.
     pub name: Option<String>,
@@ -169,7 +169,7 @@ impl WorkspaceRecord {
     }
 }
 
-/// When a workspace that is used `now` expires.
+/// The expiry time of a workspace that is used `now`.
 pub(crate) fn expiry(now: DateTime<Utc>, ttl_seconds: Option<u64>) -> Option<DateTime<Utc>> {
     let seconds = i64::try_from(ttl_seconds?).ok()?;
     now.checked_add_signed(TimeDelta::try_seconds(seconds)?)

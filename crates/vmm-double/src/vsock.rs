@@ -1,12 +1,13 @@
-//! The vsock of a machine: a process beside QEMU, which can be restarted, behind a socket that stays.
+//! The vsock of a machine. The process `vhost-device-vsock` beside QEMU provides it and can be restarted. Clients connect to a
+//! socket of this process, which stays.
 //!
 //! ```text
 //!  v.sock (here) ──▶ gate ──▶ vhost.uds ─ vhost-device-vsock ─ vhost.sock ─ QEMU
 //!  v.sock_1025 ◀── link ── vhost.uds_1025 ◀┘
 //! ```
 //!
-//! A connection before the guest's driver is ready would break that process permanently. So connections wait at the gate until
-//! the driver is ready.
+//! A connection before the guest's driver is ready would break `vhost-device-vsock` permanently. So connections wait at the gate
+//! until the driver is ready.
 
 use std::fs;
 use std::io;
@@ -24,7 +25,7 @@ use crate::machine::{child, wait_for};
 
 /// The socket that QEMU connects to.
 pub(crate) const SOCKET: &str = "vhost.sock";
-/// The socket for connections to the guest. With a port appended: the sockets for connections of the guest.
+/// The socket for connections to the guest. With `_` and a port appended: a socket for connections from the guest.
 const INNER: &str = "vhost.uds";
 
 /// A machine's vsock.
@@ -33,7 +34,7 @@ pub(crate) struct Vsock {
     root: PathBuf,
     /// The socket that the manager connects to.
     outer: PathBuf,
-    /// The process, while vsock is plugged in.
+    /// The process `vhost-device-vsock`, while the vsock device is plugged in.
     backend: Option<Child>,
     gate: watch::Sender<bool>,
 }
@@ -72,13 +73,13 @@ impl Vsock {
             .stderr(Stdio::null())
             .spawn()
             .context("vhost-device-vsock can't be started")?;
-        // It accepts one connection, which must be QEMU's, so this only looks for the socket.
+        // It accepts one connection only, which must be QEMU's. So this waits until the socket exists and does not connect.
         wait_for("vhost-device-vsock", &mut backend, || socket.exists().then_some(())).await?;
         self.backend = Some(backend);
         Ok(())
     }
 
-    /// Links the manager's sockets for connections of the guest to the names that the process uses.
+    /// Links the manager's sockets for connections from the guest to the names that `vhost-device-vsock` uses.
     fn link_ports(&self, inner: &Path) -> io::Result<()> {
         let outer = self.outer.file_name().unwrap_or_default().to_string_lossy().into_owned();
         for entry in fs::read_dir(&self.root)? {
@@ -92,7 +93,7 @@ impl Vsock {
         Ok(())
     }
 
-    /// Opens the gate, or closes it: then open connections end, and new ones wait.
+    /// Opens or closes the gate. While it is closed, new connections wait. Closing it ends open connections.
     pub(crate) fn set_open(&self, open: bool) {
         self.gate.send_replace(open);
     }

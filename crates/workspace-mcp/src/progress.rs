@@ -41,7 +41,7 @@ struct State {
     newest: Vec<u8>,
     /// The number of bytes before `newest` that are skipped.
     skipped: u64,
-    /// Whether output came since the last message. `newest` may hold the beginning of a character from before.
+    /// Whether output came since the last message. If none came, `newest` can still hold an incomplete character.
     fresh: bool,
     closed: bool,
 }
@@ -80,7 +80,7 @@ impl OutputSink {
         }
     }
 
-    /// The next piece; none when the sink is closed.
+    /// Waits for the next piece. None when the sink is closed.
     async fn next(&self) -> Option<Piece> {
         loop {
             let changed = self.0.changed.notified();
@@ -97,7 +97,7 @@ impl OutputSink {
         }
     }
 
-    /// The time between two messages, or until the sink is closed.
+    /// Waits for the time between two messages, or until the sink is closed.
     async fn pause(&self) {
         let closed = async {
             while !self.0.state.lock().closed {
@@ -132,7 +132,7 @@ impl State {
         }
         let mut bytes = std::mem::take(&mut self.newest);
         let skipped = std::mem::take(&mut self.skipped);
-        // A character whose beginning was skipped can't be shown, one whose end is to come is kept for the next.
+        // A character whose beginning was skipped is left out. One whose end has not come yet is kept for the next message.
         let begin =
             if skipped == 0 { 0 } else { bytes.iter().take_while(|byte| **byte & 0xC0 == 0x80).count() };
         self.newest = bytes.split_off(bytes.len() - unfinished(&bytes[begin..]));
@@ -145,7 +145,7 @@ impl State {
     }
 }
 
-/// How many bytes at the end are the beginning of a character.
+/// The number of bytes at the end that are the beginning of an incomplete character.
 fn unfinished(bytes: &[u8]) -> usize {
     (1..=bytes.len().min(3))
         .find(|length| {

@@ -198,7 +198,7 @@ impl Client {
             builder = builder.tls_certs_merge(certificates);
         }
         let mut authorization = HeaderValue::from_str(&format!("Bearer {}", target.token)).map_err(|_| {
-            anyhow!("the token from {} has characters that no token has", target.token_source)
+            anyhow!("the token from {} has characters that a token can't have", target.token_source)
         })?;
         authorization.set_sensitive(true);
         Ok(Self {
@@ -265,8 +265,7 @@ impl Client {
         let url = self.base.as_str().trim_end_matches('/');
         let message = if is_untrusted_certificate(&error) {
             format!(
-                "the certificate of the server at {url} is not trusted: give it, or the one of its authority, with --ca-cert \
-                 FILE"
+                "the certificate of the server at {url} is not trusted: pass it, or its CA's certificate, with --ca-cert FILE"
             )
         } else if error.is_connect() {
             format!("no server answers at {url}: start it with: emergent serve (or set EMERGENT_URL)")
@@ -285,7 +284,7 @@ fn is_untrusted_certificate(error: &(dyn StdError + 'static)) -> bool {
     if let Some(rustls::Error::InvalidCertificate(_)) = error.downcast_ref() {
         return true;
     }
-    // The source of an I/O error is not the error that it wraps, but the source of that one.
+    // `source` of an I/O error skips the wrapped error and returns the source of that one, so the wrapped error is checked, too.
     let wrapped = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
     wrapped.is_some_and(|wrapped| is_untrusted_certificate(wrapped))
         || error.source().is_some_and(is_untrusted_certificate)

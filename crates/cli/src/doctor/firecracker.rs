@@ -4,7 +4,7 @@ use emergent_control_plane::{Settings, UnmetRequirement, check_microvm_requireme
 
 use super::report::Check;
 
-/// Asks the manager that the settings name for its health, or checks the requirements of a manager on this host.
+/// Checks the health of the configured manager. Without one, checks the requirements of a manager on this host.
 pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
     const WHAT: &str = "microVMs";
     let firecracker = &settings.firecracker;
@@ -12,8 +12,8 @@ pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
         return vec![Check::skip(WHAT, "the provider is turned off (EMERGENT_FIRECRACKER)")];
     }
     if let Some(url) = firecracker.manager_url() {
-        let fix = "run `emergent firecracker-manager` there, and set FIRECRACKER_MANAGER_URL and FIRECRACKER_MANAGER_TOKEN \
-                   to its URL and token";
+        let fix = "run `emergent firecracker-manager` on the manager's host, and set FIRECRACKER_MANAGER_URL and \
+                   FIRECRACKER_MANAGER_TOKEN to its URL and token";
         return vec![match manager_health(firecracker).await {
             Ok(health) if health.healthy => {
                 let (active, most) = (health.active_vms, health.max_vms);

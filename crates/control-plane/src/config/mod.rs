@@ -48,7 +48,7 @@ pub struct Settings {
     pub mcp: McpSettings,
     /// The audit log.
     pub audit: AuditSettings,
-    /// How files of another installation in the data directory are treated (`--adopt`, `--discard-existing`).
+    /// The treatment of files of another installation in the data directory (`--adopt`, `--discard-existing`).
     #[serde(skip)]
     pub existing: Existing,
     /// Whether a lost encryption key is replaced by a new one (`--new-key`).
@@ -72,7 +72,7 @@ pub enum Existing {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct McpSettings {
-    /// Web pages with these origins may use them, such as `https://app.example`. Pages of this machine are always allowed
+    /// Web pages with these origins may use the endpoints, such as `https://app.example`. Pages of this machine are always allowed
     /// (`EMERGENT_MCP_ALLOWED_ORIGINS='["https://app.example"]'`).
     pub allowed_origins: Vec<Origin>,
 }
@@ -147,11 +147,11 @@ pub struct WorkspaceSettings {
     pub default_disk: ByteSize,
     /// The default image of a workspace.
     pub default_image: String,
-    /// The default time after its last use at which a workspace expires.
+    /// The default time from a workspace's last use to its expiry.
     pub default_ttl_seconds: u64,
-    /// The interval in which expired workspaces are removed.
+    /// The interval of the sweep, which removes expired workspaces.
     pub sweep_every_seconds: u64,
-    /// A workspace without a use for this time is stopped. Its files are kept. Off unless given.
+    /// A workspace that is not used for this time is stopped. Its files are kept. None: idle workspaces are not stopped.
     pub idle_stop_seconds: Option<u64>,
     /// The limit on live agent workspaces.
     pub max_concurrent: u32,
@@ -171,7 +171,7 @@ pub struct WorkspaceSettings {
     pub quarantine_days: u32,
     /// Whether file tools are confined to `/workspace` and `/tmp`.
     pub confine_file_tools: bool,
-    /// The default operator of the machines.
+    /// The operator of the hosts, for requests that do not name one.
     pub deployment_mode: DeploymentMode,
 }
 

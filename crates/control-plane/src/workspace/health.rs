@@ -72,7 +72,7 @@ impl HealthBoard {
             match &problem {
                 None => {
                     tracing::info!(provider = %name, "the provider is healthy");
-                    events.provider(EventKind::ProviderHealthy, name, "it works");
+                    events.provider(EventKind::ProviderHealthy, name, "the provider is healthy");
                 }
                 Some(problem) => {
                     tracing::warn!(provider = %name, problem, "the provider is unhealthy");

@@ -21,7 +21,7 @@ use super::old_clones;
 
 /// The time that running commands have to end before their workspace is removed.
 const DESTROY_GRACE: Duration = Duration::from_secs(10);
-/// The time that the agent has beyond that to report their end.
+/// The additional time for the agent to report that they have ended.
 const DESTROY_MARGIN: Duration = Duration::from_secs(2);
 
 /// Stops, resumes and destroys workspaces.
@@ -53,7 +53,7 @@ impl Lifecycle {
             Err(StoreError::WrongState { status: Stopped, .. }) => {
                 return self.context.store.workspace(id).await.map_err(WorkspaceError::from);
             }
-            // Another request has begun the stop, or a server that died. Both can finish it.
+            // Another request or a dead server has begun the stop. This request finishes it.
             Err(StoreError::WrongState { status: Stopping, .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -62,7 +62,7 @@ impl Lifecycle {
         self.finish_stop(id).await
     }
 
-    /// Finishes a stop: the row says `stopping`.
+    /// Finishes a stop whose row says `stopping`. Does nothing in another state.
     pub(super) async fn finish_stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Stopped, Stopping};
         let live = self.context.live(id);
@@ -79,7 +79,11 @@ impl Lifecycle {
         failpoint!("stop.sandbox_stopped");
         let workspace = self.context.store.transition(id, &[Stopping], Stopped).await?;
         failpoint!("stop.done");
-        self.context.events.workspace(EventKind::WorkspaceStopped, id, "it is stopped; its files are kept");
+        self.context.events.workspace(
+            EventKind::WorkspaceStopped,
+            id,
+            "the workspace is stopped; its files are kept",
+        );
         Ok(workspace)
     }
 
@@ -109,7 +113,7 @@ impl Lifecycle {
         self.context.write_use(id, Some(self.context.clock.now())).await;
         failpoint!("resume.ready");
         live.set_connection(connection);
-        self.context.events.workspace(EventKind::WorkspaceReady, id, "it is resumed");
+        self.context.events.workspace(EventKind::WorkspaceReady, id, "the workspace is resumed");
         self.context.store.workspace(id).await.map_err(WorkspaceError::from)
     }
 
@@ -150,7 +154,7 @@ impl Lifecycle {
         Ok(self.context.provider_of(&record)?.destroy(id).await?)
     }
 
-    /// Finishes a removal: the row says `destroying`.
+    /// Finishes a removal whose row says `destroying`.
     pub(crate) async fn finish_destroy(&self, id: WorkspaceId) -> Result<()> {
         let live = self.context.live(id);
         let channel = match live.close_to_calls() {
@@ -180,7 +184,7 @@ impl Lifecycle {
         failpoint!("destroy.row_deleted");
         self.context.forget(id);
         tracing::info!(workspace = %id, "a workspace was destroyed");
-        self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "it is destroyed");
+        self.context.events.workspace(EventKind::WorkspaceDestroyed, id, "the workspace is destroyed");
         Ok(())
     }
 }

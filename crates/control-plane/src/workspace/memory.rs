@@ -1,4 +1,4 @@
-//! Commands that ran out of memory, as only the host can see them.
+//! Detects out-of-memory kills by the host, which the guest agent can't see, and adds them to the answers of commands.
 //!
 //! The host kills a process of a gVisor sandbox only when the agent in the sandbox has not prevented it in time. gVisor does not cope
 //! well with that: other processes of the sandbox, also later ones, may exit at once with code 1 and without a message, or hang. So the

@@ -144,14 +144,18 @@ impl Sweeper {
                 self.context.events.workspace(
                     EventKind::WorkspaceExpired,
                     id,
-                    "its time is over: it is removed",
+                    "the workspace has expired: it is removed",
                 );
                 self.lifecycle.finish_destroy(id).await
             }
             Action::StopUnusedSince(_) => {
                 tracing::info!(workspace = %id, "the workspace is idle: it is stopped");
                 metrics::counter!("emergent_idle_stops_total").increment(1);
-                self.context.events.workspace(EventKind::WorkspaceIdle, id, "it is idle: it is stopped");
+                self.context.events.workspace(
+                    EventKind::WorkspaceIdle,
+                    id,
+                    "the workspace is idle: it is stopped",
+                );
                 self.lifecycle.finish_stop(id).await.map(drop)
             }
         }

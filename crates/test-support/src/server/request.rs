@@ -22,7 +22,7 @@ impl Answer {
         self.body
     }
 
-    /// The code of a failure with this status. Panics for another status, and for a body without a code and a message.
+    /// The code of a failure with this status. Panics for another status, and for a body without a code or a message.
     #[track_caller]
     pub fn error(self, status: u16) -> String {
         assert_eq!(self.status, status, "{}", self.body);

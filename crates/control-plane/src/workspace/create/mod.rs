@@ -252,7 +252,7 @@ impl Creator {
         self.context.events.workspace(
             EventKind::WorkspaceReady,
             id,
-            format!("it was made on {provider} {source}"),
+            format!("the workspace was made on {provider} {source}"),
         );
     }
 }
