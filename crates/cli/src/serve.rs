@@ -112,14 +112,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<u8> {
     result
 }
 
-<<<<<<< ours
 /// Sets up the log, and the export of spans if there is one.
 pub(crate) fn start_logging(log: &LogSettings, traces: Option<&OtlpExport>) -> Result<()> {
-    // The MCP library logs whole requests, so its target must be named in the filter to be logged.
-=======
-pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
     // The MCP library rmcp logs whole requests, so its lines below `warn` are off unless the filter names it.
->>>>>>> theirs
     let quiet = if log.filter.contains("rmcp") { "" } else { ",rmcp=warn" };
     let filter = EnvFilter::try_new(format!("{}{quiet}", log.filter)).map_err(|error| {
         anyhow!("the log filter '{}' (EMERGENT_LOG, log.filter) is not valid: {error}", log.filter)
@@ -132,7 +127,6 @@ pub(crate) fn start_logging(log: &LogSettings) -> Result<()> {
     started.map_err(|error| anyhow!("can't set up logging: {error}"))
 }
 
-<<<<<<< ours
 fn start_subscriber(
     lines: impl Layer<Registry> + Send + Sync,
     filter: EnvFilter,
@@ -150,10 +144,7 @@ fn without_traces(lines: impl Layer<Registry> + Send + Sync, filter: EnvFilter) 
     registry().with(lines.and_then(filter))
 }
 
-/// Ends at the first SIGTERM or SIGINT. The second one ends the process at once.
-=======
 /// A future that is ready at the first SIGTERM or SIGINT. The second signal ends the process at once.
->>>>>>> theirs
 pub(crate) fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static> {
     let mut terminate = signal(SignalKind::terminate()).context("can't handle SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("can't handle SIGINT")?;
