@@ -187,11 +187,13 @@ async fn traces_go_to_a_collector_with_tls_and_past_proxies() {
         // The certificates that the host trusts.
         ("SSL_CERT_FILE", certificate.to_str().unwrap()),
         ("HTTPS_PROXY", "http://127.0.0.1:1"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "api-key=a-key-for-the-collector"),
     ];
     let server = TestServer::start_with(BINARY, &environment).await;
     server.request("GET", WORKSPACES, None).await.ok();
     server.stop();
     span_of(&collector.spans(), "request", "action", "workspace.list");
+    assert_eq!(collector.header("api-key")[0], "a-key-for-the-collector");
 
     // A certificate that the host does not trust: one warning, and the cause.
     let environment = [("EMERGENT_LOG_OTLP_ENDPOINT", collector.url.as_str())];

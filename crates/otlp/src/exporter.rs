@@ -43,10 +43,13 @@ impl Exporter {
         service: [KeyValue; 2],
         installation: &InstallationSlot,
     ) -> Result<Self, ExporterBuildError> {
+        let client = Arc::new(client);
+        // Never dropped: the end of the client's runtime would wait for a name lookup that hangs.
+        std::mem::forget(Arc::clone(&client));
         let exporter = Self {
             collector: OnceLock::new(),
             endpoint: endpoint.clone(),
-            client: Arc::new(client),
+            client,
             timeout,
             service,
             installation: Arc::clone(installation),

@@ -24,14 +24,14 @@ use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::server::TlsStream;
 
-/// The bodies of the requests so far.
-type Bodies = Arc<Mutex<Vec<Bytes>>>;
+/// The requests so far.
+type Requests = Arc<Mutex<Vec<(HeaderMap, Bytes)>>>;
 
 /// A collector. It runs in a thread of its own until the test ends. Below `/moved` it redirects to itself.
 pub struct Collector {
     /// Its address.
     pub url: String,
-    bodies: Bodies,
+    received: Requests,
 }
 
 /// A span that the collector received.
@@ -80,11 +80,11 @@ impl Collector {
     where
         L: Listener<Addr = SocketAddr>,
     {
-        let bodies = Bodies::default();
+        let received = Requests::default();
         let router = Router::new()
             .route("/v1/traces", post(receive))
             .route("/moved/v1/traces", post(async || Redirect::temporary("/v1/traces")))
-            .with_state(Arc::clone(&bodies));
+            .with_state(Arc::clone(&received));
         let (started, has_started) = mpsc::channel();
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -95,12 +95,13 @@ impl Collector {
             })
         });
         let address = has_started.recv().expect("the collector starts");
-        Self { url: format!("{scheme}://{address}"), bodies }
+        Self { url: format!("{scheme}://{address}"), received }
     }
 
     fn requests(&self) -> Vec<ExportTraceServiceRequest> {
-        let bodies = self.bodies.lock().expect("no receiver panics");
-        bodies.iter().map(|body| ExportTraceServiceRequest::decode(body.clone()).expect("protobuf")).collect()
+        let received = self.received.lock().expect("no receiver panics");
+        let bodies = received.iter().map(|(_, body)| body.clone());
+        bodies.map(|body| ExportTraceServiceRequest::decode(body).expect("protobuf")).collect()
     }
 
     /// The spans so far.
@@ -120,16 +121,23 @@ impl Collector {
         services
     }
 
-    /// Whether a request has this text anywhere.
+    /// Whether a request has this text anywhere in its body.
     pub fn received(&self, text: &str) -> bool {
-        let bodies = self.bodies.lock().expect("no receiver panics");
-        bodies.iter().any(|body| body.windows(text.len()).any(|bytes| bytes == text.as_bytes()))
+        let received = self.received.lock().expect("no receiver panics");
+        received.iter().any(|(_, body)| body.windows(text.len()).any(|bytes| bytes == text.as_bytes()))
+    }
+
+    /// The values of a header, one for each request that has it.
+    pub fn header(&self, name: &str) -> Vec<String> {
+        let received = self.received.lock().expect("no receiver panics");
+        let values = received.iter().filter_map(|(headers, _)| headers.get(name)?.to_str().ok());
+        values.map(str::to_owned).collect()
     }
 }
 
-async fn receive(State(bodies): State<Bodies>, headers: HeaderMap, body: Bytes) -> Vec<u8> {
+async fn receive(State(received): State<Requests>, headers: HeaderMap, body: Bytes) -> Vec<u8> {
     assert_eq!(headers[header::CONTENT_TYPE], "application/x-protobuf");
-    bodies.lock().expect("no receiver panics").push(body);
+    received.lock().expect("no receiver panics").push((headers, body));
     // An empty message: all spans are taken.
     Vec::new()
 }
