@@ -11,12 +11,14 @@ use emergent_providers::{
     Absence, Health, ImageProgram, Observed, ObservedState, ProviderEntry, ProviderError, ProviderFacts,
     Ranks, Sandbox, SandboxExit, SandboxId, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
 };
+use emergent_wire::pool::PoolTarget;
 use emergent_wire::workspace::{
     Capabilities, CreateWorkspace, DiskQuota, IsolationLevel, ProviderChoice, ProviderName, ProviderStatus,
     SecurityLevel, WorkspaceStatus,
 };
 use emergent_wire::{ErrorCode, SnapshotId, Valid, WorkspaceId};
 use parking_lot::Mutex;
+use serde_json::json;
 use tokio::io::{AsyncWriteExt as _, DuplexStream};
 use tokio::sync::Notify;
 
@@ -45,8 +47,20 @@ struct InMemoryProvider {
     checks: AtomicUsize,
     creations: AtomicUsize,
     problem: Mutex<Option<String>>,
+    /// The protocol of the agent to which a channel is opened again, and the number of such channels.
+    older_protocol: Option<u16>,
+    reopened: AtomicUsize,
     /// If set, a creation notifies the first and waits for the second.
     gate: Option<(Notify, Notify)>,
+}
+
+/// A channel to an agent with this protocol, and the guest's end of it.
+async fn channel(protocol: u16) -> (GuestClient, DuplexStream) {
+    let (host, mut guest) = tokio::io::duplex(1 << 16);
+    let hello = AgentHello { protocol, version: "test".to_owned(), boot_id: "1".to_owned() };
+    guest.write_all(&Frame::message(Kind::Hello, 0, &hello).unwrap().to_bytes()).await.unwrap();
+    let (reader, writer) = tokio::io::split(host);
+    (GuestClient::connect(reader, writer).await.unwrap(), guest)
 }
 
 /// The entry that adds the provider to the server.
@@ -98,12 +112,7 @@ impl WorkspaceProvider for InMemoryProvider {
             may_end.notified().await;
         }
         let id = SandboxId::new(format!("sandbox-{number}"));
-        let (host, mut guest) = tokio::io::duplex(1 << 16);
-        let hello =
-            AgentHello { protocol: PROTOCOL_VERSION, version: "test".to_owned(), boot_id: "1".to_owned() };
-        guest.write_all(&Frame::message(Kind::Hello, 0, &hello).unwrap().to_bytes()).await.unwrap();
-        let (reader, writer) = tokio::io::split(host);
-        let channel = GuestClient::connect(reader, writer).await.unwrap();
+        let (channel, guest) = channel(PROTOCOL_VERSION).await;
         self.sandboxes.lock().insert(spec.id, FakeSandbox { id: id.clone(), _guest: guest });
         let disk_quota = DiskQuota::Enforced;
         Ok(Sandbox { id, channel, disk_quota, warnings: Vec::new(), disk_was_repaired: false })
@@ -135,8 +144,12 @@ impl WorkspaceProvider for InMemoryProvider {
         Ok(sandboxes.keys().map(|id| Observed { id: *id, state: ObservedState::Running }).collect())
     }
 
-    async fn open_channel(&self, _spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
-        self.unsupported()
+    async fn open_channel(&self, spec: &SandboxSpec) -> Result<GuestClient, ProviderError> {
+        let id = self.find(spec.id)?;
+        let (channel, guest) = channel(self.older_protocol.unwrap_or(PROTOCOL_VERSION)).await;
+        self.sandboxes.lock().insert(spec.id, FakeSandbox { id, _guest: guest });
+        self.reopened.fetch_add(1, Ordering::SeqCst);
+        Ok(channel)
     }
 
     async fn configure(&self, _spec: &SandboxSpec, _channel: &GuestClient) -> Result<(), ProviderError> {
@@ -254,4 +267,35 @@ async fn the_row_gets_the_id_that_create_returns() {
     let row = test.workspaces.context.store.workspace(id).await.unwrap();
     assert_eq!(row.provider_workspace_id, added.sandbox_id(id).await.unwrap().as_str());
     test.workspaces.lifecycle.destroy(id).await.unwrap();
+}
+
+/// An agent keeps its protocol when the server is upgraded. Then the spare lacks what a new workspace may need.
+#[tokio::test]
+async fn a_spare_with_an_older_agent_is_replaced_after_a_restart() {
+    for (older_protocol, creations) in [(None, 1), (Some(PROTOCOL_VERSION - 1), 2)] {
+        let added = Arc::new(InMemoryProvider { older_protocol, ..InMemoryProvider::default() });
+        let test = TestWorkspaces::with_entries([entry(&added)], false).await;
+        let pool = &test.workspaces.pool;
+        let shape = json!({ "size": 1, "provider": "e2b", "network": "isolated" });
+        let target: PoolTarget = serde_json::from_value(json!({ "shapes": [shape] })).unwrap();
+        pool.set_target(Some(Valid::new(target).unwrap())).await.unwrap();
+        pool.maintain().await;
+        let spare = *added.sandboxes.lock().keys().next().unwrap();
+        // The channel ends as it does when the server ends.
+        let id = added.find(spare).unwrap();
+        let (_, guest) = channel(PROTOCOL_VERSION).await;
+        added.sandboxes.lock().insert(spare, FakeSandbox { id, _guest: guest });
+        while added.reopened.load(Ordering::SeqCst) == 0 {
+            pool.maintain().await;
+        }
+        assert_eq!(added.creations.load(Ordering::SeqCst), creations);
+        assert_eq!(added.sandboxes.lock().contains_key(&spare), creations == 1);
+        let workspace = test.create(CreateWorkspace::default()).await.unwrap();
+        assert!(workspace.placement.unwrap().warm_hit);
+        assert_eq!(workspace.id == spare, creations == 1);
+        pool.set_target(Some(Valid::new(PoolTarget::default()).unwrap())).await.unwrap();
+        pool.maintain().await;
+        test.workspaces.lifecycle.destroy(workspace.id).await.unwrap();
+        assert!(added.list().await.unwrap().is_empty());
+    }
 }

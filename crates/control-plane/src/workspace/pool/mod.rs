@@ -1,7 +1,7 @@
 //! The warm pool: sandboxes that are started before they are requested, called spares.
 //!
 //! ```text
-//! maintain: target ─┬─▶ spares that do not match it (surplus, stale image, dead) ─▶ 'leaving' ─▶ removed
+//! maintain: target ─┬─▶ spares that do not match it (surplus, stale image or agent, dead) ─▶ 'leaving' ─▶ removed
 //!                   └─▶ missing spares ─▶ 'filling' ─▶ sandbox ─▶ 'ready'
 //! claim:    'ready' spare ─▶ a workspace's row with its id, in one transaction ─▶ bound to it ─▶ 'ready' workspace
 //! ```
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use emergent_failpoint::failpoint;
-use emergent_guest_protocol::Configuration;
+use emergent_guest_protocol::{Configuration, PROTOCOL_VERSION};
 use emergent_providers::{ProviderError, SandboxId, SandboxSpec};
 use emergent_store::{Shape, Spare};
 use emergent_wire::event::{Event, EventKind};
@@ -209,11 +209,11 @@ impl Pool {
         let owners = spares.iter().map(|spare| spare.owner);
         self.context.servers.refresh_for(owners, &self.context.store).await?;
         self.drop_channels(&spares);
-        let dead = self.adopt_spares(&spares).await;
+        let unusable = self.adopt_spares(&spares).await;
         let steps = {
             // Passes don't overlap, so this server is not making or removing any spare now.
             let is_abandoned = |spare: &Spare| self.context.may_change(spare.owner);
-            plan::plan(&wanted, &spares, |id| dead.contains(&id), is_abandoned)
+            plan::plan(&wanted, &spares, |id| unusable.contains(&id), is_abandoned)
         };
         tokio::join!(self.withdraw_all(steps.withdraw), self.fill_all(steps.fill, revision));
         self.count_spares().await
@@ -244,9 +244,9 @@ impl Pool {
         self.open.lock().retain(|id, _| is_ready(*id));
     }
 
-    /// Opens channels to the ready spares to which this process has none. Returns the dead ones.
+    /// Opens channels to the ready spares to which this process has none. Returns those that can't be used.
     async fn adopt_spares(&self, spares: &[Spare]) -> Vec<WorkspaceId> {
-        let mut dead = Vec::new();
+        let mut unusable = Vec::new();
         for spare in spares.iter().filter(|spare| spare.status == SpareStatus::Ready) {
             if self.has_channel(spare.id) {
                 continue;
@@ -261,6 +261,12 @@ impl Pool {
                 Ok((sandbox, provider.open_channel(&spec).await?))
             };
             match opened.await {
+                // A new workspace may need what its agent lacks, such as the reason of a git failure.
+                Ok((_, channel)) if channel.protocol() < PROTOCOL_VERSION => {
+                    let protocol = channel.protocol();
+                    tracing::info!(spare = %spare.id, protocol, "a spare has the agent of an older server: it is replaced");
+                    unusable.push(spare.id);
+                }
                 Ok((sandbox, channel)) => {
                     let warnings = provider.warnings(&spec).await;
                     let connection = SandboxConnection { channel, provider: provider.name() };
@@ -273,11 +279,11 @@ impl Pool {
                 }
                 Err(error) => {
                     tracing::info!(spare = %spare.id, %error, "a spare is dead");
-                    dead.push(spare.id);
+                    unusable.push(spare.id);
                 }
             }
         }
-        dead
+        unusable
     }
 
     async fn withdraw_all(&self, spares: Vec<Spare>) {

@@ -26,7 +26,7 @@ pub(super) struct Steps {
 pub(super) fn plan(
     wanted: &[Wanted],
     spares: &[Spare],
-    is_dead: impl Fn(WorkspaceId) -> bool,
+    is_unusable: impl Fn(WorkspaceId) -> bool,
     is_abandoned: impl Fn(&Spare) -> bool,
 ) -> Steps {
     let mut steps = Steps::default();
@@ -36,7 +36,7 @@ pub(super) fn plan(
             .iter()
             .position(|wanted| wanted.shape == spare.shape && wanted.digest == spare.image_digest);
         let is_wanted = match spare.status {
-            SpareStatus::Ready => !is_dead(spare.id),
+            SpareStatus::Ready => !is_unusable(spare.id),
             SpareStatus::Filling | SpareStatus::Leaving if is_abandoned(spare) => false,
             SpareStatus::Filling => true,
             SpareStatus::Leaving => continue,
@@ -99,9 +99,9 @@ mod tests {
             let wanted: Vec<Wanted> = ["a", "b"].iter().zip(&sizes)
                 .map(|(image, size)| Wanted { shape: shape(image), digest: "1".to_owned(), size: *size })
                 .collect();
-            let is_dead = |id| spares.iter().zip(&dead).any(|(spare, dead)| spare.id == id && *dead);
+            let is_unusable = |id| spares.iter().zip(&dead).any(|(spare, dead)| spare.id == id && *dead);
             let is_abandoned = |spare: &Spare| spare.owner.is_none();
-            let steps = plan(&wanted, &spares, is_dead, is_abandoned);
+            let steps = plan(&wanted, &spares, is_unusable, is_abandoned);
             for spare in &steps.withdraw {
                 prop_assert!(spare.status == SpareStatus::Ready || is_abandoned(spare));
             }
@@ -113,7 +113,7 @@ mod tests {
                         && !steps.withdraw.contains(spare)
                 });
                 let stays: Vec<&Spare> = stays.collect();
-                prop_assert!(stays.iter().all(|spare| spare.status != SpareStatus::Ready || !is_dead(spare.id)));
+                prop_assert!(stays.iter().all(|spare| spare.status != SpareStatus::Ready || !is_unusable(spare.id)));
                 let filled = steps.fill.iter().filter(|fill| *fill == wanted).count();
                 let others = stays.iter().filter(|spare| spare.status == SpareStatus::Filling).count();
                 prop_assert!(stays.len() + filled >= wanted.size as usize);
