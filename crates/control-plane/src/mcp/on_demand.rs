@@ -35,7 +35,8 @@ enum ModernSupport {
     Yes { bridge: Bridge, _process: AbortOnDropHandle<()> },
     /// The server supports only the legacy era.
     No,
-    /// The server did not answer. It may be slow, or of the legacy era: many such servers answer nothing before `initialize`.
+    /// The server did not answer, or was lost. It may be slow, or of the legacy era: many such servers answer nothing before
+    /// `initialize`.
     Silent,
 }
 
@@ -77,9 +78,11 @@ impl McpHost {
         let (followed, server) = (bridge.clone(), Arc::clone(server));
         let span = server.span();
         let follow = async move {
-            let reason = process.follow(&server, Some(&followed)).await.reason();
+            let end = process.follow(&server, Some(&followed)).await;
+            let reason = end.reason();
             server.journal.note(format!("the process of a session: {reason}"));
-            followed.close(&format!("the MCP server has ended ({reason})"), false);
+            let why = format!("the MCP server has ended ({reason})");
+            if end.is_exit() { followed.exited(&why, false) } else { followed.close(&why, false) }
         };
         Ok((bridge, AbortOnDropHandle::new(tokio::spawn(follow.instrument(span)))))
     }
@@ -146,7 +149,9 @@ async fn discover(bridge: &Bridge) -> Option<bool> {
         match exchange.next().await? {
             Item::Answer(line) => break line,
             Item::Failed { error: BridgeError::TimedOut(_), .. } => return None,
-            // A process that ends without `initialize` is one of the legacy era.
+            // A process that was lost or killed says nothing about the server.
+            Item::Failed { error: BridgeError::Down(down), .. } if !down.has_exited => return None,
+            // A process that exits without `initialize` is one of the legacy era.
             Item::Failed { .. } => return Some(false),
             _ => {}
         }
@@ -155,4 +160,27 @@ async fn discover(bridge: &Bridge) -> Option<bool> {
     let versions =
         result.and_then(|result| serde_json::from_str::<Vec<String>>(result.get("supportedVersions")?).ok());
     Some(versions.is_some_and(|versions| versions.iter().any(|known| known == version::MODERN)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The result of asking a process that ends like this when it has the request.
+    async fn discovered(end: impl FnOnce(&Bridge)) -> Option<bool> {
+        let bridge = Bridge::new("test", Role::Shared);
+        let mut outgoing = bridge.open();
+        bridge.let_in();
+        let ending = async {
+            outgoing.next(1).await.unwrap();
+            end(&bridge);
+        };
+        tokio::join!(discover(&bridge), ending).0
+    }
+
+    #[tokio::test]
+    async fn a_server_that_was_lost_while_it_was_asked_is_not_taken_for_a_legacy_one() {
+        assert_eq!(discovered(|bridge| bridge.close("its sandbox was lost", false)).await, None);
+        assert_eq!(discovered(|bridge| bridge.exited("it ended with exit code 1", false)).await, Some(false));
+    }
 }

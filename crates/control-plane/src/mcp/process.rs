@@ -40,6 +40,11 @@ impl ProcessEnd {
         matches!(self, Self::Exited(answer) if answer.exit_code == Some(0))
     }
 
+    /// Whether it exited by itself. A process that was killed did not.
+    pub(super) fn is_exit(&self) -> bool {
+        matches!(self, Self::Exited(answer) if answer.exit_code.is_some())
+    }
+
     /// The description for a person.
     pub(super) fn reason(&self) -> String {
         match self {
