@@ -25,6 +25,12 @@ impl ApiError {
     pub(crate) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self(ErrorDetail::new(code, message))
     }
+
+    /// An error of the store. A fault of the database is logged.
+    pub(crate) fn of_store(error: &StoreError) -> Self {
+        log_fault(error);
+        Self(error_text::of_store(error))
+    }
 }
 
 impl From<ErrorDetail> for ApiError {
@@ -35,8 +41,7 @@ impl From<ErrorDetail> for ApiError {
 
 impl From<StoreError> for ApiError {
     fn from(error: StoreError) -> Self {
-        log_fault(&error);
-        Self(error_text::of_store(&error))
+        Self::of_store(&error)
     }
 }
 

@@ -3,11 +3,13 @@
 use axum::body::Body;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
-use emergent_mcp_http::{Refusal, ResponseBody};
+use emergent_mcp_http::{Cause, Refusal, ResponseBody};
 use emergent_wire::ErrorCode;
 
 use super::App;
 use super::error::ApiError;
+use crate::mcp::McpError;
+use crate::workspace::WorkspaceError;
 
 /// Refuses requests from web pages whose origin is not allowed.
 pub(super) fn check_origin(app: &App, headers: &HeaderMap) -> Result<(), ApiError> {
@@ -23,11 +25,26 @@ pub(super) fn answer(result: Result<Response<ResponseBody>, Refusal>) -> Respons
 }
 
 fn refused(refusal: &Refusal) -> Response {
-    let mut response = ApiError::new(code_of(refusal), refusal.to_string()).into_response();
+    let error = match refusal {
+        Refusal::Failed(cause) => failed(cause),
+        _ => ApiError::new(code_of(refusal), refusal.to_string()),
+    };
+    let mut response = error.into_response();
     if let Some(methods) = refusal.allow() {
         response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(methods));
     }
     response
+}
+
+/// The failure of a hosted server, with the code that it has at the other addresses.
+fn failed(cause: &Cause) -> ApiError {
+    match cause.downcast_ref::<McpError>() {
+        Some(McpError::Store(error) | McpError::Workspace(WorkspaceError::Store(error))) => {
+            ApiError::of_store(error)
+        }
+        Some(error) => ApiError::new(error.code(), error.to_string()),
+        None => ApiError::new(ErrorCode::Unavailable, cause.to_string()),
+    }
 }
 
 fn code_of(refusal: &Refusal) -> ErrorCode {
@@ -49,6 +66,12 @@ fn code_of(refusal: &Refusal) -> ErrorCode {
 
 #[cfg(test)]
 mod tests {
+    use axum::http::StatusCode;
+    use emergent_guest_client::{CallError, Closed};
+    use emergent_guest_protocol::AgentTooOld;
+    use emergent_mcp_http::PeerError;
+    use emergent_store::StoreError;
+
     use super::*;
 
     #[test]
@@ -72,5 +95,22 @@ mod tests {
             assert_eq!(refused(&refusal).status(), refusal.status(), "{refusal:?}");
         }
         assert_eq!(refused(&Refusal::NoSessions).headers()[header::ALLOW], "POST");
+    }
+
+    #[test]
+    fn a_failure_of_a_hosted_server_keeps_its_status() {
+        for (error, status) in [
+            (McpError::Starting, StatusCode::SERVICE_UNAVAILABLE),
+            (CallError::Lost(Closed::Silent).into(), StatusCode::BAD_GATEWAY),
+            (CallError::AgentTooOld(AgentTooOld { agent: 1, needed: 2 }).into(), StatusCode::CONFLICT),
+            (StoreError::BadCursor.into(), StatusCode::BAD_REQUEST),
+        ] {
+            let text = error.to_string();
+            let PeerError::Failed(cause) = PeerError::failed(error) else { panic!("{text}") };
+            let response = answer(Err(Refusal::Failed(cause)));
+            assert_eq!(response.status(), status, "{text}");
+            let is_temporary = status == StatusCode::SERVICE_UNAVAILABLE;
+            assert_eq!(response.headers().contains_key(header::RETRY_AFTER), is_temporary, "{text}");
+        }
     }
 }

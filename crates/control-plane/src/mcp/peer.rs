@@ -68,7 +68,7 @@ impl Server<Caller> for StdioServer<'_> {
             return Ok(BridgePeer::join(server, server.bridge.clone(), None).into_session(answer));
         }
         let started = self.host.start_process(server, Role::Exclusive).await;
-        let (bridge, process) = started.map_err(|error| unavailable(&error.to_string()))?;
+        let (bridge, process) = started.map_err(PeerError::failed)?;
         let joined = BridgePeer::join(server, bridge, Some(process));
         let peer = &joined.peer;
         let exchange = peer
@@ -83,7 +83,7 @@ impl Server<Caller> for StdioServer<'_> {
     }
 
     async fn stateless(&self) -> Result<Option<Arc<dyn Peer<Caller>>>, PeerError> {
-        let modern = self.host.modern(self.server).await.map_err(|error| unavailable(&error.to_string()))?;
+        let modern = self.host.modern(self.server).await.map_err(PeerError::failed)?;
         let bridge = modern.bridge().cloned();
         let (timeout, check_requested) = (self.server.timeout(), Arc::clone(&self.server.check_requested));
         let peer = |bridge| StatelessPeer { bridge, timeout, check_requested };
