@@ -11,7 +11,7 @@ use crate::call::{Call, CallError};
 use crate::input::{InputError, InputWriter};
 use crate::table::Incoming;
 
-/// A TCP connection of a program in the sandbox to a [`GuestListener`](crate::GuestListener).
+/// A TCP connection of a program in the sandbox to a [`GuestListener`](crate::GuestListener), or ours to a program in the sandbox.
 ///
 /// The end of reading is the program's half-close; `shutdown` is ours. Dropping the stream closes the connection: after
 /// `shutdown` the guest still delivers the written bytes, for a limited time; without `shutdown` it resets the connection.
@@ -32,7 +32,8 @@ enum Side {
 }
 
 impl TunnelConnection {
-    pub(crate) fn new(call: Call) -> Self {
+    /// The connection that a call carries: an ACCEPT call, or a CONNECT call.
+    pub fn new(call: Call) -> Self {
         let input = call.input_writer();
         Self { call, input, unread: Bytes::new(), reading: Side::Open, writing: Side::Open }
     }

@@ -5,15 +5,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::Utc;
+use emergent_guest_client::GuestClient;
+use emergent_guest_protocol::{AgentHello, Decoder, Frame, Kind, PROTOCOL_VERSION, Receiver};
 use emergent_store::{NewWorkspace, StoreError};
 use emergent_wire::WorkspaceId;
 use emergent_wire::mcp::{McpConfig, McpStatus, RegisterMcpServer};
-use emergent_wire::workspace::ContainerType;
+use emergent_wire::workspace::{ContainerType, ProviderName};
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::sync::mpsc;
 
 use super::hosted::HostedServer;
 use super::{McpError, McpHost};
+use crate::workspace::SandboxConnection;
 use crate::workspace::test_support::without_providers;
 
 /// The log lines of a test.
@@ -116,4 +121,49 @@ async fn an_unknown_name_is_an_error_of_its_own() {
     for unknown in ["other", &WorkspaceId::generate().to_string()] {
         assert!(matches!(host.find(unknown).await, Err(McpError::NotFound(name)) if name == unknown));
     }
+}
+
+/// An agent that answers no call. Reports the kinds of the frames that it gets for calls.
+async fn silent_agent(mut stream: DuplexStream, frames: mpsc::UnboundedSender<Kind>) {
+    let hello =
+        AgentHello { protocol: PROTOCOL_VERSION, version: "test".to_owned(), boot_id: "1".to_owned() };
+    let (mut decoder, mut buffer) = (Decoder::new(Receiver::Guest), [0; 1024]);
+    while let Ok(read @ 1..) = stream.read(&mut buffer).await {
+        let mut bytes = &buffer[..read];
+        while let Some(frame) = decoder.decode(&mut bytes).unwrap() {
+            if frame.kind == Kind::Hello {
+                let hello = Frame::message(Kind::Hello, 0, &hello).unwrap();
+                stream.write_all(&hello.to_bytes()).await.unwrap();
+            } else {
+                frames.send(frame.kind).unwrap();
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_connection_to_a_server_that_speaks_http_ends_with_its_client() {
+    let (_directory, host) = host().await;
+    let id = insert(&host, "http", |config| {
+        config.stdio_bridge = false;
+        config.port = Some(80);
+    });
+    let record = host.workspaces.context.store.workspace_record(id.await).await.unwrap();
+    let (server, _commands) = HostedServer::new(&record).unwrap();
+    server.bridge.let_in();
+    let (near, far) = tokio::io::duplex(1 << 16);
+    let (frames, mut received) = mpsc::unbounded_channel();
+    tokio::spawn(silent_agent(far, frames));
+    let (reader, writer) = tokio::io::split(near);
+    let channel = GuestClient::connect(reader, writer).await.unwrap();
+    let connection = SandboxConnection { channel, provider: ProviderName::Docker };
+    host.workspaces.context.live(server.id).set_connection(connection);
+    let mut client = host.connect(&server, 80).await.unwrap();
+    client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    for expected in [Kind::Call, Kind::Input] {
+        assert_eq!(received.recv().await, Some(expected));
+    }
+    drop(client);
+    let cancelled = async { while received.recv().await.unwrap() != Kind::Cancel {} };
+    tokio::time::timeout(Duration::from_secs(10), cancelled).await.unwrap();
 }
