@@ -29,6 +29,8 @@ const PING_TIMEOUT: Duration = Duration::from_secs(10);
 const INITIALIZE_TIME: Duration = Duration::from_secs(30);
 /// The time of one wait for a server that does not listen yet.
 const LISTEN_TIME: Duration = Duration::from_secs(600);
+/// The time that the agent has to report it.
+const LISTEN_MARGIN: Duration = Duration::from_secs(10);
 /// `initialize` has no time limit of its own.
 const NO_LIMIT: Duration = Duration::from_secs(365 * 24 * 3600);
 
@@ -280,9 +282,12 @@ impl Supervisor {
 /// Whether a process listens on a port of the sandbox, within this time.
 async fn listens(channel: &GuestClient, port: u16, within: Duration) -> bool {
     let wait_ms = u64::try_from(within.as_millis()).unwrap_or(u64::MAX);
-    match channel.start(&GuestCall::Connect(ConnectCall { port, wait_ms, probe: true })).await {
-        Ok(call) => call.answer::<serde_json::Value>().await.is_ok(),
-        // The channel is lost, and the process with it. The task that follows its output reports that.
-        Err(_) => std::future::pending().await,
-    }
+    let connected = async {
+        match channel.start(&GuestCall::Connect(ConnectCall { port, wait_ms, probe: true })).await {
+            Ok(call) => call.answer::<serde_json::Value>().await.is_ok(),
+            // The channel is lost, and the process with it. The task that follows its output reports that.
+            Err(_) => std::future::pending().await,
+        }
+    };
+    tokio::time::timeout(within + LISTEN_MARGIN, connected).await.unwrap_or(false)
 }

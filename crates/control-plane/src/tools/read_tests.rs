@@ -1,5 +1,6 @@
 //! Raw reads of files whose agent is slow.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -7,7 +8,7 @@ use emergent_guest_client::GuestClient;
 use emergent_guest_protocol::{AgentHello, Decoder, Frame, Kind, PROTOCOL_VERSION, Receiver};
 use emergent_wire::access::TokenScope;
 use emergent_wire::workspace::ProviderName;
-use emergent_wire::{TokenId, WorkspaceId};
+use emergent_wire::{OperationId, TokenId, WorkspaceId};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::time::Instant;
@@ -16,7 +17,21 @@ use super::*;
 use crate::audit::Audit;
 use crate::caller::{Caller, Principal};
 use crate::workspace::test_support::without_providers;
-use crate::workspace::{SandboxConnection, WorkspaceError};
+use crate::workspace::{SandboxConnection, WorkspaceError, Workspaces};
+
+/// An agent that reads nothing after its HELLO. It sends a byte of the first call now and then, so that it does not count as silent.
+async fn deaf_agent(mut stream: DuplexStream) {
+    let hello =
+        AgentHello { protocol: PROTOCOL_VERSION, version: "test".to_owned(), boot_id: "1".to_owned() };
+    stream.write_all(&Frame::message(Kind::Hello, 0, &hello).unwrap().to_bytes()).await.unwrap();
+    let piece = Frame::new(Kind::Stdout, 1, Bytes::from_static(b"x")).to_bytes();
+    loop {
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        if stream.write_all(&piece).await.is_err() {
+            return;
+        }
+    }
+}
 
 /// An agent whose files have one byte. It sends so many bytes after it, with this pause before each of them.
 async fn agent(mut stream: DuplexStream, more: usize, pause: Duration) {
@@ -50,36 +65,44 @@ async fn agent(mut stream: DuplexStream, more: usize, pause: Duration) {
     }
 }
 
+fn admin() -> Caller {
+    let principal =
+        Principal { token_id: TokenId::generate(), name: "admin".to_owned(), scope: TokenScope::Admin };
+    Caller { principal, request_id: None, counts_as_use: false }
+}
+
 struct World {
     tools: Tools,
+    workspaces: Arc<Workspaces>,
     id: WorkspaceId,
     _directory: tempfile::TempDir,
 }
 
 impl World {
     async fn start(more: usize, pause: Duration) -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let workspaces = without_providers(directory.path()).await;
         let (host, guest) = tokio::io::duplex(1 << 16);
         tokio::spawn(agent(guest, more, pause));
+        Self::with_agent(host).await
+    }
+
+    async fn with_agent(host: DuplexStream) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let workspaces = without_providers(directory.path()).await;
         let (reader, writer) = tokio::io::split(host);
         let channel = GuestClient::connect(reader, writer).await.unwrap();
         let id = WorkspaceId::generate();
         let connection = SandboxConnection { channel, provider: ProviderName::Docker };
         workspaces.context.live(id).set_connection(connection);
         let audit = Audit::start(workspaces.context.store.clone());
-        let tools = Tools::new(standard(), workspaces, audit);
-        Self { tools, id, _directory: directory }
+        let tools = Tools::new(standard(), Arc::clone(&workspaces), audit);
+        Self { tools, workspaces, id, _directory: directory }
     }
 
     async fn read(&self) -> Result<Value, ToolError> {
-        let principal =
-            Principal { token_id: TokenId::generate(), name: "admin".to_owned(), scope: TokenScope::Admin };
-        let caller = Caller { principal, request_id: None, counts_as_use: false };
         let arguments = json!({ "file_path": "file", "raw": true });
         let arguments = Arguments::Object(arguments.as_object().unwrap().clone());
         let read = self.tools.find("read").unwrap();
-        let call = self.tools.prepare(&caller, self.id, read, arguments).await?;
+        let call = self.tools.prepare(&admin(), self.id, read, arguments).await?;
         call.run(Output::InAnswer).await?.to_value()
     }
 }
@@ -102,5 +125,25 @@ async fn a_file_that_arrives_byte_by_byte_is_given_up_after_its_time() {
     let begun = Instant::now();
     let failed = world.read().await.err().unwrap();
     assert!(matches!(failed, ToolError::Workspace(WorkspaceError::NoAnswer(_))), "{failed}");
+    assert!(begun.elapsed() < Duration::from_secs(200), "{:?}", begun.elapsed());
+}
+
+#[tokio::test]
+async fn a_call_to_an_agent_that_does_not_read_ends_in_time() {
+    let (host, guest) = tokio::io::duplex(64);
+    tokio::spawn(deaf_agent(guest));
+    let world = World::with_agent(host).await;
+    tokio::time::pause();
+    let begun = Instant::now();
+    // More calls than fit into the channel's queue, and none of them has a time limit.
+    for _ in 0..100 {
+        let (calls, id) = (Arc::clone(&world.workspaces.calls), world.id);
+        let follow = async move {
+            calls.follow_operation(&admin(), id, OperationId::generate(), 0).await?.next().await
+        };
+        tokio::spawn(follow);
+    }
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    assert!(world.read().await.is_err());
     assert!(begun.elapsed() < Duration::from_secs(200), "{:?}", begun.elapsed());
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use emergent_guest_client::{Call, CallError, Event};
+use emergent_guest_client::{Call, CallError, Event, GuestClient};
 use emergent_guest_protocol::GuestCall;
 use emergent_wire::tools::{BashAnswer, OperationAnswer};
 use emergent_wire::workspace::ProviderName;
@@ -21,6 +21,9 @@ use super::disk_space::DiskSpace;
 use super::error::{Result, WorkspaceError};
 use super::live::CallGuard;
 use crate::caller::Caller;
+
+/// The time limit to send a call that has none for its answer.
+const SEND_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A call to the guest agent, before it is sent.
 pub(crate) struct GuestRequest<'a> {
@@ -128,11 +131,11 @@ impl Calls {
             let write = async move { context.write_use(id, Some(used)).await };
             tokio::spawn(write.in_current_span());
         }
-        let call = match connection.channel.start(&request.call).await {
+        let call = match self.send(id, &connection.channel, &request).await? {
             // The channel was lost before. The call was not sent, so it can be sent again.
             Err(CallError::Lost(_)) => {
                 (_, connection, guard) = self.connections.connect(id).await?;
-                connection.channel.start(&request.call).await?
+                self.send(id, &connection.channel, &request).await??
             }
             call => call?,
         };
@@ -152,6 +155,26 @@ impl Calls {
             running.send_input(input).await?;
         }
         Ok(running)
+    }
+
+    /// Sends a call within its time limit. An agent that does not read makes it wait.
+    async fn send(
+        &self,
+        id: WorkspaceId,
+        channel: &GuestClient,
+        request: &GuestRequest<'_>,
+    ) -> Result<Result<Call, CallError>> {
+        let limit = match request.time_limit {
+            TimeLimit::Total(limit) | TimeLimit::EachPiece(limit) => limit,
+            TimeLimit::Unlimited => SEND_TIMEOUT,
+        };
+        match tokio::time::timeout(limit, channel.start(&request.call)).await {
+            Ok(call) => Ok(call),
+            Err(_) => {
+                self.close_if_silent(id).await;
+                Err(WorkspaceError::NoAnswer(limit))
+            }
+        }
     }
 
     /// Closes the channel of an agent that does not answer at all, after a call that had no answer in time. (The agent itself ends

@@ -12,8 +12,10 @@ use crate::workspace::error::{CheckoutError, Result, WorkspaceError};
 
 /// The pauses between attempts to reach a repository.
 const PAUSES: [Duration; 3] = [Duration::from_secs(2), Duration::from_secs(4), Duration::from_secs(8)];
-/// No attempt begins after this time. An attempt may take as long.
+/// No attempt begins after this time.
 const ATTEMPTS_TIME: Duration = Duration::from_secs(10 * 60);
+/// The time limit of one attempt. The agent ends git earlier.
+const ATTEMPT_TIME: Duration = Duration::from_secs(10 * 60 + 20);
 /// The warning for a repository that needs credentials, when the server has none.
 const AUTHENTICATION_FAILED: &str =
     "Repository authentication failed — connect GitHub in Settings > Integrations";
@@ -36,8 +38,14 @@ async fn clone(channel: &GuestClient, request: GitRequest) -> Result<Vec<String>
     let begun = Instant::now();
     let mut pauses = PAUSES.iter();
     loop {
-        let call = channel.start(&GuestCall::Git(request.clone())).await?;
-        let error = match call.answer::<GitAnswer>().await {
+        let attempt = async {
+            let call = channel.start(&GuestCall::Git(request.clone())).await?;
+            Ok(call.answer::<GitAnswer>().await)
+        };
+        let answer: Result<_> = tokio::time::timeout(ATTEMPT_TIME, attempt)
+            .await
+            .unwrap_or(Err(WorkspaceError::NoAnswer(ATTEMPT_TIME)));
+        let error = match answer? {
             Ok(_) => return Ok(Vec::new()),
             Err(error) => error,
         };
@@ -143,6 +151,10 @@ mod tests {
             assert_eq!(attempts(reason, second).await, PAUSES.len() + 1);
             assert_eq!(attempts(reason, minutes).await, 2);
         }
+        // An agent that does not end git in time.
+        let begun = Instant::now();
+        assert_eq!(attempts(GitFailureReason::NetworkUnreachable, 10 * minutes).await, 1);
+        assert!(begun.elapsed() < ATTEMPT_TIME + second, "{:?}", begun.elapsed());
         assert_eq!(attempts(GitFailureReason::DiskFull, second).await, 1);
     }
 }
