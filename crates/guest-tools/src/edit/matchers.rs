@@ -44,9 +44,18 @@ pub(super) struct Match {
 #[derive(Debug)]
 pub(super) struct Found<'a> {
     pub(super) matched_by: &'static str,
+    /// Whether the matcher compared by similarity.
+    pub(super) is_fuzzy: bool,
     /// The new text, which `Match::new` cuts from.
     pub(super) new: Cow<'a, [u8]>,
     pub(super) matches: Vec<Match>,
+}
+
+impl Found<'_> {
+    /// Whether the places can be replaced: there is one, or all are asked for and are certain.
+    pub(super) fn is_decided(&self, replace_all: bool) -> bool {
+        self.matches.len() == 1 || (replace_all && !self.is_fuzzy)
+    }
 }
 
 /// The input of the matchers: the file without byte order mark, old and new text with `\n` only.
@@ -60,16 +69,35 @@ pub(super) struct Search<'a> {
     cancel: &'a AtomicBool,
 }
 
-type Matcher = for<'a> fn(&Search<'a>, &mut Budget<'_>) -> Result<Vec<Match>, Stop>;
+type Find = for<'a> fn(&Search<'a>, &mut Budget<'_>) -> Result<Vec<Match>, Stop>;
 
-const MATCHERS: [(&str, Matcher, bool); 7] = [
-    ("line_trimmed", line_trimmed, false),
-    ("block_anchor", block_anchor, true),
-    ("whitespace_normalized", whitespace_normalized, false),
-    ("indentation_flexible", indentation_flexible, false),
-    ("escape_normalized", escape_normalized, false),
-    ("trimmed_boundary", trimmed_boundary, false),
-    ("context_aware", context_aware, true),
+struct Matcher {
+    name: &'static str,
+    find: Find,
+    /// It matches by similarity, so its match must be unique even with `replace_all`.
+    is_fuzzy: bool,
+    /// The places are for the new text without its escapes.
+    unescapes_new: bool,
+}
+
+impl Matcher {
+    const fn new(name: &'static str, find: Find) -> Self {
+        Self { name, find, is_fuzzy: false, unescapes_new: false }
+    }
+
+    const fn fuzzy(name: &'static str, find: Find) -> Self {
+        Self { is_fuzzy: true, ..Self::new(name, find) }
+    }
+}
+
+const MATCHERS: [Matcher; 7] = [
+    Matcher::new("line_trimmed", line_trimmed),
+    Matcher::fuzzy("block_anchor", block_anchor),
+    Matcher::new("whitespace_normalized", whitespace_normalized),
+    Matcher::new("indentation_flexible", indentation_flexible),
+    Matcher { unescapes_new: true, ..Matcher::new("escape_normalized", escape_normalized) },
+    Matcher::new("trimmed_boundary", trimmed_boundary),
+    Matcher::fuzzy("context_aware", context_aware),
 ];
 
 impl<'a> Search<'a> {
@@ -89,8 +117,8 @@ impl<'a> Search<'a> {
         if self.old.trim_ascii().is_empty() {
             return Ok(None);
         }
-        for (matched_by, matcher, is_fuzzy) in MATCHERS {
-            let matches = match matcher(self, &mut Budget::new(WORK, self.cancel)) {
+        for Matcher { name, find, is_fuzzy, unescapes_new } in MATCHERS {
+            let matches = match find(self, &mut Budget::new(WORK, self.cancel)) {
                 Ok(matches) => matches,
                 Err(Stop::Exhausted) => continue,
                 Err(Stop::Cancelled) => return Err(cancelled()),
@@ -98,13 +126,9 @@ impl<'a> Search<'a> {
             if matches.is_empty() {
                 continue;
             }
-            let new = match matched_by {
-                "escape_normalized" => Cow::Owned(unescape(self.new).into_owned()),
-                _ => Cow::Borrowed(self.new),
-            };
-            let is_decided = matches.len() == 1 || (replace_all && !is_fuzzy);
-            let found = Found { matched_by, new, matches };
-            if is_decided {
+            let new = if unescapes_new { unescape(self.new) } else { Cow::Borrowed(self.new) };
+            let found = Found { matched_by: name, is_fuzzy, new, matches };
+            if found.is_decided(replace_all) {
                 return Ok(Some(found));
             }
             ambiguous.get_or_insert(found);

@@ -51,7 +51,7 @@ impl<'a> Plan<'a> {
         let matches: Vec<Match> =
             places.ranges.into_iter().map(|range| Match { range, new: 0..new_lf.len() }).collect();
         if !matches.is_empty() {
-            let found = Found { matched_by: "exact", new: new_lf, matches };
+            let found = Found { matched_by: "exact", is_fuzzy: false, new: new_lf, matches };
             return Self::decide(found, line_ends, request, content, path);
         }
         if has_line_numbers(old) {
@@ -83,8 +83,7 @@ impl<'a> Plan<'a> {
         content: &[u8],
         path: &Path,
     ) -> Result<Self, ErrorDetail> {
-        let is_fuzzy = matches!(found.matched_by, "block_anchor" | "context_aware");
-        if found.matches.len() > 1 && (!request.replace_all || is_fuzzy) {
+        if !found.is_decided(request.replace_all) {
             return Err(multiple_matches(&found, content, path));
         }
         if found.matches.len() > MAX_REPLACEMENTS {
@@ -143,6 +142,7 @@ fn find_tolerantly<'a>(
     let found = search.run(request.replace_all)?;
     Ok(found.map(|found| Found {
         matched_by: found.matched_by,
+        is_fuzzy: found.is_fuzzy,
         new: Cow::Owned(found.new.into_owned()),
         matches: found
             .matches
