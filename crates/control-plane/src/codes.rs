@@ -68,7 +68,7 @@ impl McpError {
                 ErrorCode::Unavailable
             }
             Self::NoProgram | Self::SpeaksHttp(_) => ErrorCode::Unacceptable,
-            Self::BadMessage(_) => ErrorCode::BadRequest,
+            Self::InvalidMessage(_) => ErrorCode::BadRequest,
             // The call may have had effects.
             Self::NotAnswered(BridgeError::Down(_)) | Self::EndedBeforeAnswer => ErrorCode::SandboxLost,
             Self::NotSent(error) | Self::NotAnswered(error) => of_bridge(error),

@@ -1,6 +1,6 @@
 //! Lines of a process on their way to the routes.
 
-use emergent_mcp_protocol::envelope::{BadMessage, Message};
+use emergent_mcp_protocol::envelope::{InvalidMessage, Message};
 
 use crate::error::BridgeError;
 use crate::lines::Line;
@@ -20,9 +20,9 @@ fn route_whole(routes: &mut Routes, role: Role, line: &[u8]) -> Taken {
     };
     match Message::parse(text) {
         Ok(message) => routes.take(&message, role),
-        Err(BadMessage::NotJson) => Taken::Dropped("a line that is not JSON"),
-        Err(BadMessage::NotRpc) => Taken::Dropped("JSON that is not a JSON-RPC message"),
-        Err(BadMessage::LongId) => Taken::Dropped("a message with an id that is too long"),
+        Err(InvalidMessage::NotJson) => Taken::Dropped("a line that is not JSON"),
+        Err(InvalidMessage::NotJsonRpc) => Taken::Dropped("JSON that is not a JSON-RPC message"),
+        Err(InvalidMessage::IdTooLong) => Taken::Dropped("a message with an id that is too long"),
     }
 }
 

@@ -70,11 +70,11 @@ fn read(answer: &str) -> Result<Initialized, BridgeError> {
     let refused = |why: &str| BridgeError::Refused(why.to_owned());
     let members = Members::of(answer).ok_or_else(|| refused("its answer can't be read"))?;
     if let Some(error) = members.get("error") {
-        let message = Members::of(error).and_then(|error| error.text("message"));
+        let message = Members::of(error).and_then(|error| error.string("message"));
         return Err(BridgeError::Refused(message.unwrap_or_else(|| error.to_owned())));
     }
     let result = members.get("result").unwrap_or("null");
-    let version = Members::of(result).and_then(|result| result.text("protocolVersion"));
+    let version = Members::of(result).and_then(|result| result.string("protocolVersion"));
     let protocol_version = version.ok_or_else(|| refused("its answer names no protocol version"))?;
     let result =
         RawValue::from_string(result.to_owned()).map_err(|error| BridgeError::Refused(error.to_string()))?;

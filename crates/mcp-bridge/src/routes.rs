@@ -12,7 +12,7 @@ use std::ops::ControlFlow;
 use tokio::sync::mpsc;
 
 use emergent_mcp_protocol::envelope::{
-    Id, Kind, Members, Message, error_line, notification_line, result_line,
+    Members, Message, MessageKind, RequestId, error_line, notification_line, result_line,
 };
 use emergent_mcp_protocol::{codes, meta, methods};
 
@@ -65,7 +65,7 @@ pub(crate) struct Pending {
     pub(crate) client: ClientId,
     /// The id as the client wrote it.
     raw_id: String,
-    id: Id,
+    id: RequestId,
     progress_token: Option<String>,
     /// The resource to which the client is subscribed by the process's answer.
     subscribes: Option<String>,
@@ -80,11 +80,11 @@ pub(crate) struct Routes {
     newest: u64,
     newest_client: u64,
     pending: BTreeMap<u64, Pending>,
-    by_client: HashMap<(ClientId, Id), u64>,
+    by_client: HashMap<(ClientId, RequestId), u64>,
     clients: BTreeMap<ClientId, mpsc::Sender<String>>,
     subscriptions: Subscriptions,
     /// Requests of the process without an answer.
-    asked: HashSet<Id>,
+    asked: HashSet<RequestId>,
 }
 
 /// The outcome of a line of the process.
@@ -160,7 +160,8 @@ impl Routes {
         let own = self.newest;
         let own_text = own.to_string();
         // A token is a number or a text, as an id is.
-        let token = message.progress_token().filter(|token| Id::of(token).is_some()).map(str::to_owned);
+        let token =
+            message.progress_token().filter(|token| RequestId::of(token).is_some()).map(str::to_owned);
         let params = token.as_ref().and_then(|_| message.params_with_progress_token(&own_text));
         let line = match &params {
             Some(params) => message.to_line(&[("id", &own_text), ("params", params)]),
@@ -214,7 +215,7 @@ impl Routes {
     }
 
     fn cancelled_by_client(&mut self, client: ClientId, message: &Message<'_>) -> Option<Vec<String>> {
-        let id = Id::of(message.param("requestId")?)?;
+        let id = RequestId::of(message.param("requestId")?)?;
         let own = *self.by_client.get(&(client, id))?;
         let params = message.params_with("requestId", &own.to_string())?;
         let pending = self.remove(own)?;
@@ -230,9 +231,9 @@ impl Routes {
     /// Routes a message of the process.
     pub(crate) fn take(&mut self, message: &Message<'_>, role: Role) -> Taken {
         match message.kind {
-            Kind::Response => self.take_answer(message),
-            Kind::Request => self.take_request(message, role),
-            Kind::Notification => self.take_notification(message, role),
+            MessageKind::Response => self.take_answer(message),
+            MessageKind::Request => self.take_request(message, role),
+            MessageKind::Notification => self.take_notification(message, role),
         }
     }
 
@@ -283,7 +284,8 @@ impl Routes {
     fn take_notification(&mut self, message: &Message<'_>, role: Role) -> Taken {
         let method = message.method.as_deref().unwrap_or_default();
         if method == methods::PROGRESS {
-            let own = message.param("progressToken").and_then(Id::of).and_then(|token| token.as_number());
+            let own =
+                message.param("progressToken").and_then(RequestId::of).and_then(|token| token.as_number());
             let pending = own.and_then(|own| self.pending.get(&own));
             let Some((pending, token)) =
                 pending.and_then(|pending| Some((pending, pending.progress_token.as_deref()?)))
@@ -297,7 +299,8 @@ impl Routes {
             return Taken::Routed;
         }
         // In the modern era each notification names its request.
-        let tagged = message.meta().and_then(|own| Id::of(own.get(meta::SUBSCRIPTION_ID)?)?.as_number());
+        let tagged =
+            message.meta().and_then(|own| RequestId::of(own.get(meta::SUBSCRIPTION_ID)?)?.as_number());
         if let Some(own) = tagged {
             let Some(pending) = self.pending.get(&own) else {
                 return Taken::Late;
@@ -399,7 +402,7 @@ fn with_subscription_id(line: &str, own: u64, raw_id: &str, member: &str) -> Opt
     let message = Message::parse(line).ok()?;
     let body = Members::of(message.members.get(member)?)?;
     let own_meta = Members::of(body.get("_meta")?)?;
-    if Id::of(own_meta.get(meta::SUBSCRIPTION_ID)?)?.as_number() != Some(own) {
+    if RequestId::of(own_meta.get(meta::SUBSCRIPTION_ID)?)?.as_number() != Some(own) {
         return None;
     }
     let new_meta = own_meta.with(&[(meta::SUBSCRIPTION_ID, raw_id)]);

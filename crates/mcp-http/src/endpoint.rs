@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::time::Duration;
 
 use bytes::Bytes;
-use emergent_mcp_protocol::envelope::{Kind, Message};
+use emergent_mcp_protocol::envelope::{Message, MessageKind};
 use emergent_mcp_protocol::{codes, meta, methods};
 use http::{HeaderMap, Method, Request, Response, StatusCode};
 use http_body::Body;
@@ -99,7 +99,7 @@ impl<C: Caller> Endpoint<C> {
         if is_modern(headers, &message) {
             return modern::post(server, caller, headers, &message).await;
         }
-        if message.kind == Kind::Request && message.method.as_deref() == Some(methods::INITIALIZE) {
+        if message.kind == MessageKind::Request && message.method.as_deref() == Some(methods::INITIALIZE) {
             return self.initialize(server, caller, &message).await;
         }
         let session = self.session(caller, headers)?;

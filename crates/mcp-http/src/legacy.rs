@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use emergent_mcp_protocol::envelope::{Kind, Members, Message};
+use emergent_mcp_protocol::envelope::{Members, Message, MessageKind};
 use emergent_mcp_protocol::{codes, headers as names, version};
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 
@@ -60,9 +60,9 @@ impl<C: Caller> Endpoint<C> {
     ) -> Response<ResponseBody> {
         let in_use = session.begin_use(Use::Request);
         match message.kind {
-            Kind::Notification => session.peer.notify(message).await,
-            Kind::Response => session.peer.answer(message).await,
-            Kind::Request => {
+            MessageKind::Notification => session.peer.notify(message).await,
+            MessageKind::Response => session.peer.answer(message).await,
+            MessageKind::Request => {
                 let raw_id = message.raw_id().unwrap_or("null");
                 let exchange = match session.peer.request(message, caller).await {
                     Ok(exchange) => exchange,
@@ -137,5 +137,5 @@ impl<C: Caller> Endpoint<C> {
 
 /// The version that an answer to `initialize` agrees to.
 fn version_of(answer: &str) -> Option<String> {
-    Members::of(Members::of(answer)?.get("result")?)?.text("protocolVersion")
+    Members::of(Members::of(answer)?.get("result")?)?.string("protocolVersion")
 }

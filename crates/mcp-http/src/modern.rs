@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use emergent_mcp_protocol::envelope::{Kind, Message, error_code, error_line, error_with_data};
+use emergent_mcp_protocol::envelope::{Message, MessageKind, error_code, error_line, error_with_data};
 use emergent_mcp_protocol::{codes, headers as names, meta, methods, version};
 use http::{HeaderMap, Response, StatusCode};
 use serde_json::json;
@@ -34,7 +34,7 @@ pub(crate) async fn post<C: Caller>(
     headers: &HeaderMap,
     message: &Message<'_>,
 ) -> Result<Response<ResponseBody>, Refusal> {
-    if message.kind != Kind::Request {
+    if message.kind != MessageKind::Request {
         // A client cancels by closing the connection, and servers send no requests.
         return Ok(reply::empty(StatusCode::ACCEPTED));
     }
@@ -42,7 +42,7 @@ pub(crate) async fn post<C: Caller>(
     if let Err(Invalid(code, text)) = check(headers, message) {
         return Ok(reply::error(StatusCode::BAD_REQUEST, id, code, &text));
     }
-    let requested = message.meta().and_then(|own| own.text(meta::PROTOCOL_VERSION)).unwrap_or_default();
+    let requested = message.meta().and_then(|own| own.string(meta::PROTOCOL_VERSION)).unwrap_or_default();
     let peer = match server.stateless().await {
         Ok(Some(peer)) => peer,
         Ok(None) => return Ok(unsupported(id, &requested, &version::LEGACY)),
@@ -91,7 +91,7 @@ struct Invalid(i64, String);
 fn check(headers: &HeaderMap, message: &Message<'_>) -> Result<(), Invalid> {
     let mismatch = |text: String| Invalid(codes::HEADER_MISMATCH, text);
     let own = message.meta();
-    let version = own.as_ref().and_then(|own| own.text(meta::PROTOCOL_VERSION));
+    let version = own.as_ref().and_then(|own| own.string(meta::PROTOCOL_VERSION));
     let header = text(headers, names::PROTOCOL_VERSION);
     if let Some(version) = &version
         && header != Some(version)

@@ -57,7 +57,7 @@ impl<'a> Members<'a> {
     }
 
     /// A member that is a string, without its escapes.
-    pub fn text(&self, name: &str) -> Option<String> {
+    pub fn string(&self, name: &str) -> Option<String> {
         serde_json::from_str(self.get(name)?).ok()
     }
 
@@ -77,7 +77,7 @@ impl<'a> Members<'a> {
             out.push_str(&serde_json::Value::from(name.as_ref()).to_string());
             out.push(':');
             let new = replaced.iter().find(|(own, _)| own == name).map(|(_, value)| *value);
-            push_line(out, new.unwrap_or(value.get()));
+            push_on_one_line(out, new.unwrap_or(value.get()));
         }
         out.push('}');
     }
@@ -85,7 +85,7 @@ impl<'a> Members<'a> {
 
 /// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MessageKind {
     /// Expects an answer.
     Request,
     /// Expects no answer.
@@ -100,59 +100,60 @@ pub struct Message<'a> {
     /// The members of the outermost object.
     pub members: Members<'a>,
     /// Request, notification or response.
-    pub kind: Kind,
+    pub kind: MessageKind,
     /// The method of a request or notification.
     pub method: Option<String>,
 }
 
 /// A text that is not a message of JSON-RPC 2.0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum BadMessage {
+pub enum InvalidMessage {
     /// Not JSON.
     #[error("the message is not JSON")]
     NotJson,
     /// JSON, but no message.
     #[error("the message is not a JSON-RPC 2.0 request, notification or response")]
-    NotRpc,
+    NotJsonRpc,
     /// A message whose id is over the limit.
     #[error("the id of the message is longer than {MAX_ID_BYTES} bytes")]
-    LongId,
+    IdTooLong,
 }
 
-impl BadMessage {
+impl InvalidMessage {
     /// The code of the JSON-RPC error.
     pub const fn code(self) -> i64 {
         match self {
-            BadMessage::NotJson => codes::PARSE_ERROR,
-            BadMessage::NotRpc | BadMessage::LongId => codes::INVALID_REQUEST,
+            InvalidMessage::NotJson => codes::PARSE_ERROR,
+            InvalidMessage::NotJsonRpc | InvalidMessage::IdTooLong => codes::INVALID_REQUEST,
         }
     }
 }
 
 impl<'a> Message<'a> {
     /// Reads a message.
-    pub fn parse(text: &'a str) -> Result<Self, BadMessage> {
-        let members = serde_json::from_str::<Members<'a>>(text)
-            .map_err(|error| if error.is_data() { BadMessage::NotRpc } else { BadMessage::NotJson })?;
+    pub fn parse(text: &'a str) -> Result<Self, InvalidMessage> {
+        let members = serde_json::from_str::<Members<'a>>(text).map_err(|error| {
+            if error.is_data() { InvalidMessage::NotJsonRpc } else { InvalidMessage::NotJson }
+        })?;
         if members.get("jsonrpc") != Some("\"2.0\"") {
-            return Err(BadMessage::NotRpc);
+            return Err(InvalidMessage::NotJsonRpc);
         }
-        let method = members.text("method");
+        let method = members.string("method");
         if members.get("id").is_some_and(|id| id.len() > MAX_ID_BYTES) {
-            return Err(BadMessage::LongId);
+            return Err(InvalidMessage::IdTooLong);
         }
         let has_id = members.get("id").is_some_and(|id| id != "null");
         let is_answer = members.get("result").is_some() || members.get("error").is_some();
         let kind = match (&method, has_id) {
-            (Some(_), true) => Kind::Request,
-            (Some(_), false) if members.get("id").is_none() => Kind::Notification,
+            (Some(_), true) => MessageKind::Request,
+            (Some(_), false) if members.get("id").is_none() => MessageKind::Notification,
             (None, _) if is_answer && members.get("id").is_some() && members.get("method").is_none() => {
-                Kind::Response
+                MessageKind::Response
             }
-            _ => return Err(BadMessage::NotRpc),
+            _ => return Err(InvalidMessage::NotJsonRpc),
         };
-        if kind == Kind::Request && Id::of(members.get("id").unwrap_or_default()).is_none() {
-            return Err(BadMessage::NotRpc);
+        if kind == MessageKind::Request && RequestId::of(members.get("id").unwrap_or_default()).is_none() {
+            return Err(InvalidMessage::NotJsonRpc);
         }
         Ok(Self { members, kind, method })
     }
@@ -163,8 +164,8 @@ impl<'a> Message<'a> {
     }
 
     /// Its id.
-    pub fn id(&self) -> Option<Id> {
-        Id::of(self.raw_id()?)
+    pub fn id(&self) -> Option<RequestId> {
+        RequestId::of(self.raw_id()?)
     }
 
     /// Its parameters.
@@ -208,22 +209,22 @@ impl<'a> Message<'a> {
 
 /// The id of a request. Two strings that differ only in their escapes are equal.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Id {
+pub enum RequestId {
     /// A number, as it is written.
     Number(String),
     /// A string, without its escapes.
     Text(String),
 }
 
-impl Id {
+impl RequestId {
     /// The id in this text; none when it is neither a number nor a string, or over the limit.
     pub fn of(raw: &str) -> Option<Self> {
         if raw.len() > MAX_ID_BYTES {
             return None;
         }
         match raw.as_bytes().first()? {
-            b'"' => serde_json::from_str(raw).ok().map(Id::Text),
-            b'-' | b'0'..=b'9' => Some(Id::Number(raw.to_owned())),
+            b'"' => serde_json::from_str(raw).ok().map(RequestId::Text),
+            b'-' | b'0'..=b'9' => Some(RequestId::Number(raw.to_owned())),
             _ => None,
         }
     }
@@ -231,14 +232,14 @@ impl Id {
     /// The id as a whole number.
     pub fn as_number(&self) -> Option<u64> {
         match self {
-            Id::Number(text) => text.parse().ok(),
-            Id::Text(_) => None,
+            RequestId::Number(text) => text.parse().ok(),
+            RequestId::Text(_) => None,
         }
     }
 }
 
 /// Appends JSON without the line breaks between its tokens, because one line is one message.
-fn push_line(out: &mut String, json: &str) {
+fn push_on_one_line(out: &mut String, json: &str) {
     if !json.bytes().any(|byte| byte == b'\n' || byte == b'\r') {
         out.push_str(json);
         return;
@@ -265,7 +266,7 @@ fn line_of(id: &str, method: &str, params: Option<&str>) -> String {
 /// An answer with a result.
 pub fn result_line(id: &str, result: &str) -> String {
     let mut line = format!("{{\"jsonrpc\":\"2.0\",\"id\":{id},\"result\":");
-    push_line(&mut line, result);
+    push_on_one_line(&mut line, result);
     line.push('}');
     line
 }
@@ -308,7 +309,7 @@ mod tests {
             "jsonrpc":"2.0","method":"tools/call",
             "params": {"z":1,"_meta":{"b":1,"progressToken":"p","a":1.10},"name":"\u0061\n"}}"#;
         let message = Message::parse(text).unwrap();
-        assert_eq!((message.kind, message.progress_token()), (Kind::Request, Some("\"p\"")));
+        assert_eq!((message.kind, message.progress_token()), (MessageKind::Request, Some("\"p\"")));
         let params = message.params_with_progress_token("12").unwrap();
         let line = message.to_line(&[("id", "12"), ("params", &params)]);
         assert_eq!(
@@ -323,10 +324,10 @@ mod tests {
     #[test]
     fn requests_notifications_and_responses_are_told_apart() {
         let kind = |text: &str| Message::parse(text).map(|message| message.kind);
-        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":"a","method":"ping"}"#), Ok(Kind::Request));
-        assert_eq!(kind(r#"{"jsonrpc":"2.0","method":"x"}"#), Ok(Kind::Notification));
-        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":1,"result":{}}"#), Ok(Kind::Response));
-        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":null,"error":{}}"#), Ok(Kind::Response));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":"a","method":"ping"}"#), Ok(MessageKind::Request));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","method":"x"}"#), Ok(MessageKind::Notification));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":1,"result":{}}"#), Ok(MessageKind::Response));
+        assert_eq!(kind(r#"{"jsonrpc":"2.0","id":null,"error":{}}"#), Ok(MessageKind::Response));
         for bad in [
             r#"{"id":1,"method":"ping"}"#,
             r#"{"jsonrpc":"1.0","id":1,"method":"ping"}"#,
@@ -337,14 +338,14 @@ mod tests {
             "[]",
             "17",
         ] {
-            assert_eq!(kind(bad), Err(BadMessage::NotRpc), "{bad}");
+            assert_eq!(kind(bad), Err(InvalidMessage::NotJsonRpc), "{bad}");
         }
-        for (length, expected) in [(1022, Ok(Kind::Request)), (1023, Err(BadMessage::LongId))] {
+        for (length, expected) in [(1022, Ok(MessageKind::Request)), (1023, Err(InvalidMessage::IdTooLong))] {
             let id = "x".repeat(length);
             assert_eq!(kind(&format!(r#"{{"jsonrpc":"2.0","id":"{id}","method":"ping"}}"#)), expected);
         }
         for bad in ["", "hello", "{", r#"{"jsonrpc":"2.0""#, "{}}"] {
-            assert_eq!(kind(bad), Err(BadMessage::NotJson), "{bad}");
+            assert_eq!(kind(bad), Err(InvalidMessage::NotJson), "{bad}");
         }
     }
 
@@ -355,7 +356,10 @@ mod tests {
         let notification = notification_line("notifications/initialized", None);
         assert_eq!(notification, r#"{"jsonrpc":"2.0","method":"notifications/initialized"}"#);
         let kind = |text: &str| Message::parse(text).map(|message| message.kind);
-        assert_eq!((kind(&request), kind(&notification)), (Ok(Kind::Request), Ok(Kind::Notification)));
+        assert_eq!(
+            (kind(&request), kind(&notification)),
+            (Ok(MessageKind::Request), Ok(MessageKind::Notification))
+        );
     }
 
     fn json() -> impl Strategy<Value = Value> {

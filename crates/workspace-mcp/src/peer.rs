@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use emergent_mcp_http::{Caller, Exchange, Item, Peer, PeerError};
-use emergent_mcp_protocol::envelope::{Id, Message, error_line, result_line};
+use emergent_mcp_protocol::envelope::{Message, RequestId, error_line, result_line};
 use emergent_mcp_protocol::{codes, methods};
 use emergent_wire::{ErrorCode, ErrorDetail};
 use futures_util::FutureExt as _;
@@ -37,7 +37,7 @@ pub(crate) struct WorkspacePeer<C> {
     shared: Arc<Shared<C>>,
     era: Era,
     /// The calls of a session, to be cancelled by their ids. Empty in the modern era.
-    calls: Arc<Mutex<HashMap<Id, CancellationToken>>>,
+    calls: Arc<Mutex<HashMap<RequestId, CancellationToken>>>,
     ended: CancellationToken,
 }
 
@@ -102,7 +102,7 @@ impl<C: Caller> WorkspacePeer<C> {
     fn start(
         &self,
         raw_id: &str,
-        id: Option<Id>,
+        id: Option<RequestId>,
         params: CallParams,
         progress_token: Option<&str>,
         caller: &C,
@@ -134,7 +134,7 @@ impl<C: Caller> WorkspacePeer<C> {
     }
 
     /// Notes a call of a session, so that its client can cancel it.
-    fn register(&self, id: Option<Id>, call: &CancellationToken) -> Result<Registered, PeerError> {
+    fn register(&self, id: Option<RequestId>, call: &CancellationToken) -> Result<Registered, PeerError> {
         let id = id.filter(|_| self.era == Era::Legacy);
         if let Some(id) = &id {
             let mut calls = self.calls.lock();
@@ -149,8 +149,8 @@ impl<C: Caller> WorkspacePeer<C> {
 
 /// A call that its client can cancel as long as this lives.
 struct Registered {
-    id: Option<Id>,
-    calls: Arc<Mutex<HashMap<Id, CancellationToken>>>,
+    id: Option<RequestId>,
+    calls: Arc<Mutex<HashMap<RequestId, CancellationToken>>>,
 }
 
 impl Drop for Registered {
@@ -178,7 +178,7 @@ impl<C: Caller> Peer<C> for WorkspacePeer<C> {
         match self.read_call(message, caller) {
             Ok(params) => {
                 // A token is a text or a number, as an id is.
-                let token = message.progress_token().filter(|token| Id::of(token).is_some());
+                let token = message.progress_token().filter(|token| RequestId::of(token).is_some());
                 let started = self.start(raw_id, message.id(), params, token, caller)?;
                 Ok(Box::new(started))
             }
@@ -190,8 +190,10 @@ impl<C: Caller> Peer<C> for WorkspacePeer<C> {
         if message.method.as_deref() != Some(methods::CANCELLED) {
             return;
         }
-        let call =
-            message.param("requestId").and_then(Id::of).and_then(|id| self.calls.lock().get(&id).cloned());
+        let call = message
+            .param("requestId")
+            .and_then(RequestId::of)
+            .and_then(|id| self.calls.lock().get(&id).cloned());
         if let Some(call) = call {
             call.cancel();
         }

@@ -3,7 +3,7 @@
 
 use emergent_guest_client::CallError;
 use emergent_mcp_bridge::BridgeError;
-use emergent_mcp_protocol::envelope::BadMessage;
+use emergent_mcp_protocol::envelope::InvalidMessage;
 use emergent_providers::ProviderError;
 use emergent_store::StoreError;
 use emergent_wire::WorkspaceId;
@@ -42,7 +42,7 @@ pub(crate) enum McpError {
     #[error("this server speaks HTTP by itself")]
     SpeaksHttp(WorkspaceId),
     #[error(transparent)]
-    BadMessage(#[from] BadMessage),
+    InvalidMessage(#[from] InvalidMessage),
     /// The request did not reach the process.
     #[error(transparent)]
     NotSent(BridgeError),
