@@ -66,7 +66,7 @@ Examples:
   emergent audit export --before 30d > old.jsonl")]
 struct ExportArgs {
     /// Only records before this time: a timestamp such as 2025-06-01T12:00:00Z, or a duration ago such as 30d
-    #[arg(long, value_name = "WHEN", value_parser = values::moment)]
+    #[arg(long, value_name = "WHEN", value_parser = values::parse_timestamp)]
     before: Option<String>,
     /// The file to create; an existing file is not overwritten [default: standard output]
     #[arg(long, short, value_name = "FILE")]
@@ -92,10 +92,10 @@ struct ListArgs {
     #[arg(long, value_parser = PossibleValuesParser::new(["started", "success", "failure", "denied"]))]
     outcome: Option<String>,
     /// Only records since this time: a timestamp such as 2025-06-01T12:00:00Z, or a duration ago such as 2h
-    #[arg(long, value_name = "WHEN", value_parser = values::moment)]
+    #[arg(long, value_name = "WHEN", value_parser = values::parse_timestamp)]
     since: Option<String>,
     /// Only records before this time: a timestamp, or a duration ago
-    #[arg(long, value_name = "WHEN", value_parser = values::moment)]
+    #[arg(long, value_name = "WHEN", value_parser = values::parse_timestamp)]
     until: Option<String>,
     /// Records on each page [default: the server's page size]
     #[arg(long, value_name = "N")]

@@ -48,7 +48,7 @@ impl Context {
         for _ in 0..MAX_PAGES {
             let call = page().query("cursor", cursor.as_deref());
             let list: WorkspaceList = self.client.call(call).await?.parse()?;
-            output::damaged(&list.unreadable);
+            output::report_damaged_rows(&list.unreadable);
             all.extend(list.workspaces);
             cursor = list.next_cursor;
             if cursor.is_none() {

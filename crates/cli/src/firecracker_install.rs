@@ -19,9 +19,9 @@ use crate::{output, progress};
 
 /// The size limit of a download.
 const MAX_BYTES: u64 = 256 << 20;
-const CONNECT_TIME: Duration = Duration::from_secs(15);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
 /// A download fails after this time without a byte.
-const SILENCE: Duration = Duration::from_secs(60);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A file to download, with its checksum.
 struct Download {
@@ -30,7 +30,7 @@ struct Download {
 }
 
 /// A program in the archive of the release, with its checksum.
-struct Member {
+struct ArchiveMember {
     path: String,
     sha256: String,
 }
@@ -38,8 +38,8 @@ struct Member {
 /// The pinned files.
 struct Pins {
     archive: Download,
-    firecracker: Member,
-    jailer: Member,
+    firecracker: ArchiveMember,
+    jailer: ArchiveMember,
     kernel: Download,
 }
 
@@ -47,7 +47,7 @@ struct Pins {
 fn pins() -> Pins {
     const VERSION: &str = "v1.16.1";
     let download = |url: String, sha256: &str| Download { url, sha256: sha256.to_owned() };
-    let member = |name: &str, sha256: &str| Member {
+    let member = |name: &str, sha256: &str| ArchiveMember {
         path: format!("release-{VERSION}-x86_64/{name}-{VERSION}-x86_64"),
         sha256: sha256.to_owned(),
     };
@@ -177,14 +177,18 @@ async fn install(pins: &Pins, source: &Source, targets: &Targets) -> Result<Vec<
     let has_kernel = has_checksum(&targets.kernel, &pins.kernel.sha256);
     let work = tempfile::tempdir().context("can't make a temporary directory")?;
     if !has_programs {
-        let archive = get(pins, source, &pins.archive, work.path()).await?;
+        let archive = fetch_and_verify(pins, source, &pins.archive, work.path()).await?;
         unpack(&archive, programs.map(|(member, _)| member), work.path())?;
         for (member, target) in programs {
-            put(&work.path().join(&member.path), target, 0o755)?;
+            install_file(&work.path().join(&member.path), target, 0o755)?;
         }
     }
     if !has_kernel {
-        put(&get(pins, source, &pins.kernel, work.path()).await?, &targets.kernel, 0o644)?;
+        install_file(
+            &fetch_and_verify(pins, source, &pins.kernel, work.path()).await?,
+            &targets.kernel,
+            0o644,
+        )?;
     }
     let done = |path: &PathBuf, is_new| Installed { path: path.clone(), is_new };
     Ok(vec![
@@ -199,7 +203,7 @@ fn file_name(download: &Download) -> &str {
 }
 
 /// Gets a file from the source and verifies its checksum. Returns its path.
-async fn get(pins: &Pins, source: &Source, download: &Download, work: &Path) -> Result<PathBuf> {
+async fn fetch_and_verify(pins: &Pins, source: &Source, download: &Download, work: &Path) -> Result<PathBuf> {
     let name = file_name(download);
     let url = match source {
         Source::Internet => download.url.clone(),
@@ -212,7 +216,7 @@ async fn get(pins: &Pins, source: &Source, download: &Download, work: &Path) -> 
         }
     };
     let path = work.join(name);
-    let fetched = progress::during(&format!("downloading {url}"), fetch(&url, &path)).await;
+    let fetched = progress::during(&format!("downloading {url}"), download_to(&url, &path)).await;
     let found = fetched.map_err(|error| {
         let files: Vec<String> =
             [&pins.archive, &pins.kernel].iter().map(|each| format!("  {}", each.url)).collect();
@@ -236,8 +240,9 @@ fn check(what: &str, found: &str, wanted: &str) -> Result<()> {
 }
 
 /// Downloads a file and returns its checksum.
-async fn fetch(url: &str, to: &Path) -> Result<String> {
-    let client = reqwest::Client::builder().connect_timeout(CONNECT_TIME).read_timeout(SILENCE).build()?;
+async fn download_to(url: &str, to: &Path) -> Result<String> {
+    let client =
+        reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT).read_timeout(IDLE_TIMEOUT).build()?;
     let mut response = client.get(url).send().await?.error_for_status()?;
     let (mut file, mut hash, mut bytes) = (File::create(to)?, Sha256::new(), 0);
     while let Some(chunk) = response.chunk().await? {
@@ -266,7 +271,7 @@ fn sha256_of(path: &Path) -> std::io::Result<String> {
 }
 
 /// Extracts programs from an archive and verifies their checksums.
-fn unpack(archive: &Path, members: [&Member; 2], into: &Path) -> Result<()> {
+fn unpack(archive: &Path, members: [&ArchiveMember; 2], into: &Path) -> Result<()> {
     let mut tar = Command::new("tar");
     tar.arg("-xzf").arg(archive).arg("-C").arg(into).arg("--no-same-owner");
     let unpacked = tar.args(members.map(|member| &member.path)).output().context("can't run tar")?;
@@ -285,8 +290,8 @@ fn unpack(archive: &Path, members: [&Member; 2], into: &Path) -> Result<()> {
 }
 
 /// Copies a file to its place by a rename, which is atomic and works while the old program runs.
-fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
-    let put = || -> std::io::Result<()> {
+fn install_file(from: &Path, to: &Path, mode: u32) -> Result<()> {
+    let copy = || -> std::io::Result<()> {
         let directory = to.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(directory)?;
         let mut unfinished = tempfile::NamedTempFile::new_in(directory)?;
@@ -296,7 +301,7 @@ fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
         unfinished.persist(to)?;
         Ok(())
     };
-    put().with_context(|| format!("{} can't be written (try sudo)", to.display()))
+    copy().with_context(|| format!("{} can't be written (try sudo)", to.display()))
 }
 
 #[cfg(test)]
@@ -313,7 +318,7 @@ mod tests {
             let path = format!("release/{name}");
             fs::create_dir_all(directory.join("release")).unwrap();
             fs::write(directory.join(&path), format!("#!/bin/sh\necho {name}\n")).unwrap();
-            members.push(Member { sha256: sha256_of(&directory.join(&path)).unwrap(), path });
+            members.push(ArchiveMember { sha256: sha256_of(&directory.join(&path)).unwrap(), path });
         }
         let archive = directory.join("release.tgz");
         let mut tar = Command::new("tar");

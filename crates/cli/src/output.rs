@@ -21,7 +21,8 @@ impl Display for StdoutClosed {
 
 impl std::error::Error for StdoutClosed {}
 
-fn written(result: io::Result<()>) -> Result<()> {
+/// Maps the error of a closed pipe to [`StdoutClosed`].
+fn map_broken_pipe(result: io::Result<()>) -> Result<()> {
     match result {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Err(StdoutClosed.into()),
         result => result.context("can't write to stdout"),
@@ -30,7 +31,7 @@ fn written(result: io::Result<()>) -> Result<()> {
 
 /// Writes a line to stdout.
 pub(crate) fn line(text: impl Display) -> Result<()> {
-    written(writeln!(io::stdout().lock(), "{text}"))
+    map_broken_pipe(writeln!(io::stdout().lock(), "{text}"))
 }
 
 /// Writes a text to stdout, and a newline unless it ends with one. An empty text writes nothing.
@@ -45,7 +46,7 @@ pub(crate) fn text(text: &str) -> Result<()> {
 /// Writes bytes to stdout and flushes.
 pub(crate) fn bytes(bytes: &[u8]) -> Result<()> {
     let mut stdout = io::stdout().lock();
-    written(stdout.write_all(bytes).and_then(|()| stdout.flush()))
+    map_broken_pipe(stdout.write_all(bytes).and_then(|()| stdout.flush()))
 }
 
 /// Writes a line to stderr. Errors are ignored.
@@ -54,7 +55,7 @@ pub(crate) fn note(text: impl Display) {
 }
 
 /// Reports the damaged rows of a list on stderr, because its table has no place for them.
-pub(crate) fn damaged(rows: &[UnreadableRow]) {
+pub(crate) fn report_damaged_rows(rows: &[UnreadableRow]) {
     rows.iter().for_each(|row| note(format_args!("a row can't be shown: {}", one_line(&row.error))));
 }
 

@@ -65,7 +65,7 @@ pub(crate) async fn run(args: QuarantineArgs) -> Result<u8> {
             let answer = context.client.call(list_call()).await?;
             context.show(&answer, |list: SnapshotList| {
                 snapshot::table(&list.snapshots).print()?;
-                output::damaged(&list.unreadable);
+                output::report_damaged_rows(&list.unreadable);
                 if list.snapshots.is_empty() {
                     output::note("the quarantine is empty");
                 }

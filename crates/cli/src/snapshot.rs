@@ -136,7 +136,7 @@ pub(crate) async fn run(args: SnapshotArgs) -> Result<u8> {
             let answer = context.client.call(call).await?;
             context.show(&answer, |list: SnapshotList| {
                 table(&list.snapshots).print()?;
-                output::damaged(&list.unreadable);
+                output::report_damaged_rows(&list.unreadable);
                 if list.snapshots.is_empty() {
                     output::note("no snapshots; create one with: emergent snapshot create WORKSPACE");
                 }
@@ -211,7 +211,7 @@ async fn snapshot_id(context: &Context, given: &str) -> Result<SnapshotId> {
 pub(crate) fn table<'a>(snapshots: impl IntoIterator<Item = &'a Snapshot>) -> Table {
     let now = Utc::now();
     let mut table =
-        Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "SIZE", "AGE", "ABOUT"]);
+        Table::with_head(["ID", "STATUS", "WORKSPACE", "PROVIDER", "DISK", "SIZE", "AGE", "DESCRIPTION"]);
     for snapshot in snapshots {
         table.row([
             snapshot.id.to_string(),

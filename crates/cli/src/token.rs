@@ -112,7 +112,7 @@ fn scope(token: &Token) -> String {
 async fn list(context: &Context) -> Result<()> {
     let answer = context.client.call(calls::list_tokens()).await?;
     context.show(&answer, |list: TokenList| {
-        output::damaged(&list.unreadable);
+        output::report_damaged_rows(&list.unreadable);
         let now = Utc::now();
         let mut table = Table::with_head(["ID", "NAME", "FOR", "AGE", "USED", "EXPIRES"]);
         for token in &list.tokens {

@@ -38,9 +38,9 @@ pub(crate) fn millis(duration: Duration) -> u64 {
 }
 
 /// Parses a timestamp: RFC 3339, or a duration before now such as `2h`.
-pub(crate) fn moment(text: &str) -> Result<String, String> {
-    let moment = match text.parse::<DateTime<Utc>>() {
-        Ok(moment) => moment,
+pub(crate) fn parse_timestamp(text: &str) -> Result<String, String> {
+    let at = match text.parse::<DateTime<Utc>>() {
+        Ok(at) => at,
         Err(_) => {
             let ago = duration(text).map_err(
                 |_| "write a timestamp such as 2025-06-01T12:00:00Z, or a duration ago: 30m, 2h, 7d",
@@ -49,16 +49,16 @@ pub(crate) fn moment(text: &str) -> Result<String, String> {
             Utc::now().checked_sub_signed(ago).ok_or("the duration is too long")?
         }
     };
-    Ok(moment.to_rfc3339_opts(SecondsFormat::Millis, true))
+    Ok(at.to_rfc3339_opts(SecondsFormat::Millis, true))
 }
 
 /// The time since a timestamp, in the largest unit in which it is at least two.
 pub(crate) fn age(since: DateTime<Utc>, now: DateTime<Utc>) -> String {
-    brief((now - since).num_seconds())
+    format_seconds((now - since).num_seconds())
 }
 
 /// A number of seconds, in the largest unit in which it is at least two.
-fn brief(seconds: i64) -> String {
+fn format_seconds(seconds: i64) -> String {
     match seconds.max(0) {
         s @ 0..=119 => format!("{s}s"),
         s @ 120..=7199 => format!("{}m", s / 60),
@@ -176,12 +176,12 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_timestamps_or_durations_ago() {
-        assert_eq!(moment("2025-06-01T12:00:00+02:00").unwrap(), "2025-06-01T10:00:00.000Z");
-        let hour_ago: DateTime<Utc> = moment("1h").unwrap().parse().unwrap();
+    fn timestamps_are_absolute_or_durations_ago() {
+        assert_eq!(parse_timestamp("2025-06-01T12:00:00+02:00").unwrap(), "2025-06-01T10:00:00.000Z");
+        let hour_ago: DateTime<Utc> = parse_timestamp("1h").unwrap().parse().unwrap();
         assert!(((Utc::now() - hour_ago).num_seconds() - 3600).abs() < 60);
         for text in ["yesterday", "", "99999999999d"] {
-            assert!(moment(text).is_err(), "{text}");
+            assert!(parse_timestamp(text).is_err(), "{text}");
         }
     }
 
@@ -196,7 +196,7 @@ mod tests {
             (172_800, "2d"),
             (1 << 40, "12725829d"),
         ] {
-            assert_eq!(brief(seconds), text);
+            assert_eq!(format_seconds(seconds), text);
         }
     }
 

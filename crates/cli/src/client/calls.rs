@@ -178,7 +178,7 @@ pub(crate) fn list_audit_records() -> Call {
 
 pub(crate) fn verify_audit_log() -> Call {
     // The server reads and hashes every record.
-    Call::new(Method::GET, &["audit", "verify"]).within(super::ACT)
+    Call::new(Method::GET, &["audit", "verify"]).within(super::CHANGE_TIMEOUT)
 }
 
 pub(crate) fn export_audit_records() -> Call {

@@ -18,14 +18,14 @@ use tokio_rustls::rustls;
 use crate::connection::{Target, is_loopback};
 
 /// The time limit for connecting.
-const CONNECT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time limit of calls that read.
-const LOOK_UP: Duration = Duration::from_secs(60);
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// The time limit of calls that change something.
-const ACT: Duration = Duration::from_secs(600);
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(600);
 /// The time limit between two pieces of a response. It is longer than the longest time-out of a command (600 s), because a
 /// command may print nothing until it ends.
-const SILENCE: Duration = Duration::from_secs(900);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(900);
 /// The size limit of an answer that is read into memory. A file of 64 MiB is 85.3 MiB in base64.
 const MAX_ANSWER_BYTES: usize = 128 << 20;
 
@@ -101,7 +101,7 @@ pub(crate) struct Call {
 impl Call {
     /// A call of a path below `/api/v1`. Its segments are escaped when it is sent.
     fn new(method: Method, path: &[&str]) -> Self {
-        let limit = if method == Method::GET { LOOK_UP } else { ACT };
+        let limit = if method == Method::GET { READ_TIMEOUT } else { CHANGE_TIMEOUT };
         Self {
             method,
             path: path.iter().map(|segment| (*segment).to_owned()).collect(),
@@ -184,8 +184,8 @@ impl Client {
     pub(crate) fn open(target: &Target) -> Result<Self> {
         let mut builder = reqwest::Client::builder()
             .user_agent(concat!("emergent/", env!("CARGO_PKG_VERSION")))
-            .connect_timeout(CONNECT)
-            .read_timeout(SILENCE)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .read_timeout(IDLE_TIMEOUT)
             .redirect(reqwest::redirect::Policy::none());
         if is_loopback(&target.url) {
             // A proxy would resolve a loopback address to the proxy's own machine.
@@ -236,7 +236,7 @@ impl Client {
         if let Some(body) = call.body {
             request = request.header(CONTENT_TYPE, "application/json").body(body);
         }
-        let response = request.send().await.map_err(|error| self.explain(error, call.limit))?;
+        let response = request.send().await.map_err(|error| self.with_next_step(error, call.limit))?;
         let status = response.status();
         if status.is_success() {
             return Ok(response);
@@ -254,14 +254,14 @@ impl Client {
         let limit = call.limit;
         let response = self.send(call).await?;
         let text = read_body(response).await.map_err(|error| match error.downcast::<reqwest::Error>() {
-            Ok(error) => self.explain(error, limit),
+            Ok(error) => self.with_next_step(error, limit),
             Err(error) => error,
         })?;
         Ok(Answer { text })
     }
 
     /// Adds the next step to the error of a call that got no response.
-    fn explain(&self, error: reqwest::Error, limit: Option<Duration>) -> anyhow::Error {
+    fn with_next_step(&self, error: reqwest::Error, limit: Option<Duration>) -> anyhow::Error {
         let url = self.base.as_str().trim_end_matches('/');
         let message = if is_untrusted_certificate(&error) {
             format!(
@@ -270,7 +270,7 @@ impl Client {
         } else if error.is_connect() {
             format!("no server answers at {url}: start it with: emergent serve (or set EMERGENT_URL)")
         } else if error.is_timeout() {
-            let seconds = limit.unwrap_or(SILENCE).as_secs();
+            let seconds = limit.unwrap_or(IDLE_TIMEOUT).as_secs();
             format!("the server at {url} did not answer within {seconds} s")
         } else {
             format!("the call to {url} failed")

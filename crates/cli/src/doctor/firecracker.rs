@@ -6,10 +6,10 @@ use super::report::Check;
 
 /// Checks the health of the configured manager. Without one, checks the requirements of a manager on this host.
 pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
-    const WHAT: &str = "microVMs";
+    const CHECK_NAME: &str = "microVMs";
     let firecracker = &settings.firecracker;
     if firecracker.enabled == Some(false) {
-        return vec![Check::skip(WHAT, "the provider is turned off (EMERGENT_FIRECRACKER)")];
+        return vec![Check::skip(CHECK_NAME, "the provider is turned off (EMERGENT_FIRECRACKER)")];
     }
     if let Some(url) = firecracker.manager_url() {
         let fix = "run `emergent firecracker-manager` on the manager's host, and set FIRECRACKER_MANAGER_URL and \
@@ -17,14 +17,17 @@ pub(super) async fn checks(settings: &Settings) -> Vec<Check> {
         return vec![match manager_health(firecracker).await {
             Ok(health) if health.healthy => {
                 let (active, most) = (health.active_vms, health.max_vms);
-                Check::ok(WHAT, format!("the manager at {url} is healthy; {active} of {most} microVMs run"))
+                Check::ok(
+                    CHECK_NAME,
+                    format!("the manager at {url} is healthy; {active} of {most} microVMs run"),
+                )
             }
             Ok(health) => {
                 let fix = "run `emergent doctor` on the manager's host";
                 let errors = health.errors.join("; ");
-                Check::warn(WHAT, format!("the manager at {url} is not healthy: {errors}"), fix)
+                Check::warn(CHECK_NAME, format!("the manager at {url} is not healthy: {errors}"), fix)
             }
-            Err(problem) => Check::warn(WHAT, problem, fix),
+            Err(problem) => Check::warn(CHECK_NAME, problem, fix),
         }];
     }
     let requirements = check_microvm_requirements(&firecracker.manager).await.into_iter();

@@ -115,7 +115,7 @@ pub(crate) async fn run(args: McpArgs) -> Result<u8> {
         McpCommand::List => {
             let answer = context.client.call(calls::list_mcp_servers()).await?;
             context.show(&answer, |list: McpServerList| {
-                output::damaged(&list.unreadable);
+                output::report_damaged_rows(&list.unreadable);
                 if list.servers.is_empty() {
                     output::note(
                         "no MCP servers; register one with: emergent mcp register NAME --image IMAGE",

@@ -138,7 +138,7 @@ async fn list_once(context: &Context, args: &ListArgs) -> Result<u8> {
         }
         answer.parse()?
     };
-    output::damaged(&list.unreadable);
+    output::report_damaged_rows(&list.unreadable);
     if args.quiet {
         list.workspaces.iter().try_for_each(|workspace| output::line(workspace.id))?;
     } else {

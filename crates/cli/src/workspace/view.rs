@@ -56,7 +56,7 @@ pub(super) fn details(workspace: &Workspace) -> Table {
 /// A list of workspaces.
 pub(super) fn list(workspaces: &[Workspace], now: DateTime<Utc>) -> Table {
     let mut table =
-        Table::with_head(["ID", "STATUS", "PROVIDER", "CPU", "MEMORY", "DISK", "AGE", "USED", "ABOUT"]);
+        Table::with_head(["ID", "STATUS", "PROVIDER", "CPU", "MEMORY", "DISK", "AGE", "USED", "DESCRIPTION"]);
     for workspace in workspaces {
         let limits = workspace.resource_limits;
         let about = text(&workspace.metadata, "error").or_else(|| workspace.repository_url.clone());
