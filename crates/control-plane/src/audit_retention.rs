@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 use emergent_host::files::{create_temporary, ensure_private_directory, remove_if_there};
-use emergent_store::{AuditCut, AuditEntry, AuditOutcome, AuditRange, AuditRecord, Store, StoreError};
+use emergent_store::{AuditEntry, AuditOutcome, AuditRange, AuditRecord, PrunedRange, Store, StoreError};
 
 use crate::audit::Audit;
 
@@ -42,7 +42,7 @@ pub(crate) async fn prune(
     data_dir: &Path,
     retention_days: u32,
     now: DateTime<Utc>,
-) -> Result<Option<AuditCut>, RetentionError> {
+) -> Result<Option<PrunedRange>, RetentionError> {
     if retention_days == 0 {
         return Ok(None);
     }
@@ -51,12 +51,12 @@ pub(crate) async fn prune(
     let Some((file, last)) = export(store, &data_dir.join(EXPORTS), &range).await? else {
         return Ok(None);
     };
-    let cut = store.cut_audit(&AuditRange { before, through: Some(last) }, now).await?;
-    if let Some(cut) = &cut {
-        tracing::info!(rows = cut.removed, export = %file.display(), "old rows of the audit log were exported and removed");
-        audit.record(entry_of(cut, now)).await;
+    let pruned = store.prune_audit(&AuditRange { before, through: Some(last) }, now).await?;
+    if let Some(pruned) = &pruned {
+        tracing::info!(rows = pruned.removed, export = %file.display(), "old rows of the audit log were exported and removed");
+        audit.record(entry_of(pruned, now)).await;
     }
-    Ok(cut)
+    Ok(pruned)
 }
 
 /// Writes the rows of a range to a file. Returns its path and the number of the last row, or None if there are no rows.
@@ -123,7 +123,7 @@ fn rename_durably(directory: &Path, unfinished: &Path, finished: &Path) -> io::R
 }
 
 /// The audit entry of the removal. It has the hash of the last removed row, so a later change of the anchor contradicts the log.
-fn entry_of(cut: &AuditCut, now: DateTime<Utc>) -> AuditEntry {
+fn entry_of(pruned: &PrunedRange, now: DateTime<Utc>) -> AuditEntry {
     AuditEntry {
         at: now,
         actor_token_id: None,
@@ -131,10 +131,10 @@ fn entry_of(cut: &AuditCut, now: DateTime<Utc>) -> AuditEntry {
         workspace_id: None,
         session_id: None,
         tool: "audit.prune".to_owned(),
-        outcome: if cut.complete { AuditOutcome::Success } else { AuditOutcome::Failure },
+        outcome: if pruned.complete { AuditOutcome::Success } else { AuditOutcome::Failure },
         error_code: None,
         duration_ms: 0,
-        request: cut.summary(),
+        request: pruned.summary(),
         request_id: None,
     }
 }
@@ -147,8 +147,8 @@ mod tests {
     use super::*;
 
     fn entry(at: DateTime<Utc>) -> AuditEntry {
-        let cut = AuditCut { removed: 0, first_seq: 0, anchor: anchor(), complete: true };
-        AuditEntry { tool: "bash".to_owned(), ..entry_of(&cut, at) }
+        let pruned = PrunedRange { removed: 0, first_seq: 0, anchor: anchor(), complete: true };
+        AuditEntry { tool: "bash".to_owned(), ..entry_of(&pruned, at) }
     }
 
     fn anchor() -> emergent_store::AuditAnchor {
@@ -183,8 +183,8 @@ mod tests {
         assert_eq!(store.audit_anchor().await.unwrap(), None);
         fs::remove_file(path.join(EXPORTS)).unwrap();
 
-        let cut = prune(&store, &audit, path, 30, now).await.unwrap().unwrap();
-        assert_eq!((cut.removed, cut.first_seq, cut.complete), (1200, 1, true));
+        let pruned = prune(&store, &audit, path, 30, now).await.unwrap().unwrap();
+        assert_eq!((pruned.removed, pruned.first_seq, pruned.complete), (1200, 1, true));
         assert_eq!(exports(path), ["000000000001-000000001200.jsonl"]);
         let text = fs::read_to_string(path.join(EXPORTS).join(&exports(path)[0])).unwrap();
         let anchor = store.audit_anchor().await.unwrap();
@@ -196,7 +196,7 @@ mod tests {
             page.records.iter().map(|row| row.entry.tool.as_str()).collect::<Vec<_>>(),
             ["audit.prune", "bash"]
         );
-        assert_eq!(page.records[0].entry.request["last_hash"], cut.anchor.hash.as_str());
+        assert_eq!(page.records[0].entry.request["last_hash"], pruned.anchor.hash.as_str());
         assert!(prune(&store, &audit, path, 30, now).await.unwrap().is_none());
         store.close().await;
     }

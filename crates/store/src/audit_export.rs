@@ -1,7 +1,7 @@
 //! Verifies exported rows of the audit log, without the database.
 //!
 //! An export is a file of JSON lines, one [`AuditRecord`] each, oldest first. Several exports that follow each other
-//! verify as one. They may overlap: a cut that was interrupted leaves rows in the log that the next export has again.
+//! verify as one. They may overlap: pruning that was interrupted leaves rows in the log that the next export has again.
 //! An overlap is accepted if it ends in the same hash, since then every row in it is the same.
 //!
 //! With an anchor, the exports must reach the anchor's row and have its hash there: then the exports and the log that
@@ -26,7 +26,7 @@ pub struct BrokenExport {
     pub fault: ExportFault,
 }
 
-/// How exported rows differ from the rows that were written.
+/// A difference between the exported rows and the rows that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportFault {
     /// The line is not a row as the export writes it.
@@ -250,7 +250,7 @@ mod tests {
         let all = lines(10);
         let summary = verify_export(&all, Some(&anchor(&all[9]))).unwrap();
         assert_eq!((summary.first_seq, summary.last_seq, summary.last_hash), (1, 10, anchor(&all[9]).hash));
-        // An interrupted cut leaves the anchor in the middle. The log continues at the anchor.
+        // Interrupted pruning leaves the anchor in the middle. The log continues at the anchor.
         for cut in [0, 4, 9] {
             verify_export(&all, Some(&anchor(&all[cut]))).unwrap();
         }

@@ -5,12 +5,12 @@
 //! 1 ─── 2 ─── 3 ─── … ─── n-1 ─── n ◀── n+1 ─── … ─── head
 //! ```
 //!
-//! A *cut* removes rows from the beginning of the log in batches. Each batch is one transaction that also moves the
+//! *Pruning* removes rows from the beginning of the log in batches. Each batch is one transaction that also moves the
 //! anchor ([`audit_chain`](crate::audit_chain)) to the last removed row. So the log is valid after every batch, and
 //! a server that is killed between two batches has only removed fewer rows. A batch holds the lock of the audit log,
 //! as an append does: an append waits for one batch at most, and two servers remove batches in turn.
 //!
-//! A batch checks the chain of its rows before it removes them. A cut never destroys the evidence of a change: it
+//! A batch checks the chain of its rows before it removes them. Pruning never destroys the evidence of a change: it
 //! fails, and the rows stay.
 
 use chrono::{DateTime, Utc};
@@ -27,7 +27,7 @@ use crate::settings;
 use crate::types::to_microseconds;
 
 /// The number of rows that one transaction removes. Appends wait for it, and it takes a few milliseconds.
-const CUT_BATCH: i64 = 500;
+const PRUNE_BATCH: i64 = 500;
 /// The most rows that one call exports.
 const MAX_EXPORT: u32 = 1000;
 
@@ -47,20 +47,20 @@ impl AuditRange {
     }
 }
 
-/// The rows that a cut removed. The caller appends it to the log as an entry of its own.
+/// The rows that one call has pruned. The caller appends it to the log as an entry of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AuditCut {
+pub struct PrunedRange {
     /// The number of removed rows.
     pub removed: u64,
     /// The first of them.
     pub first_seq: u64,
-    /// The last of them. Another server that cut at the same time may have removed some in between.
+    /// The last of them. Another server that pruned at the same time may have removed some in between.
     pub anchor: AuditAnchor,
-    /// Whether the whole range was removed. If not, an error ended the cut early; it is in the log.
+    /// Whether the whole range was removed. If not, an error ended the pruning early; it is in the log.
     pub complete: bool,
 }
 
-impl AuditCut {
+impl PrunedRange {
     /// For [`AuditEntry::request`](crate::AuditEntry::request). It puts the anchor's hash into the chain, so that a later change
     /// of the anchor contradicts a row of the log.
     pub fn summary(&self) -> Value {
@@ -75,7 +75,7 @@ impl AuditCut {
 }
 
 /// Checks the rows of a batch that are in the range. `start` is the head before them; returns the head after them.
-fn checked_part(start: Head, recorded: Head, range: &AuditRange, rows: &[Row]) -> Result<Head> {
+fn check_rows_in_range(start: Head, recorded: Head, range: &AuditRange, rows: &[Row]) -> Result<Head> {
     let mut head = start;
     for row in rows {
         let row = AuditRow::following(head, row)?;
@@ -116,7 +116,7 @@ impl Store {
             .fetch_all(&mut self.db().reader().await?)
             .await?;
         let rows = rows.iter().map(AuditRow::from_row).collect::<Result<Vec<_>>>()?;
-        // Another server has cut rows that this export has not read yet.
+        // Another server has pruned rows that this export has not read yet.
         if let (Some(after), Some(first)) = (after, rows.first())
             && first.seq != after + 1
         {
@@ -128,32 +128,32 @@ impl Store {
 
     /// Removes the rows of the range. Returns None if there are none. Fails with [`StoreError::AuditBroken`] before it
     /// removes a row that is not as it was written.
-    pub async fn cut_audit(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
-        let mut cut: Option<AuditCut> = None;
+    pub async fn prune_audit(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<PrunedRange>> {
+        let mut pruned: Option<PrunedRange> = None;
         loop {
-            match (self.cut_batch(range, now).await, cut.as_mut()) {
-                (Ok(None), _) => return Ok(cut),
-                (Ok(Some(batch)), None) => cut = Some(batch),
-                (Ok(Some(batch)), Some(cut)) => {
-                    cut.removed += batch.removed;
-                    cut.anchor = batch.anchor;
+            match (self.prune_batch(range, now).await, pruned.as_mut()) {
+                (Ok(None), _) => return Ok(pruned),
+                (Ok(Some(batch)), None) => pruned = Some(batch),
+                (Ok(Some(batch)), Some(pruned)) => {
+                    pruned.removed += batch.removed;
+                    pruned.anchor = batch.anchor;
                 }
                 (Err(error), None) => return Err(error),
-                (Err(error), Some(cut)) => {
-                    // The result must still report the removed rows. The next cut fails with the same error.
+                (Err(error), Some(pruned)) => {
+                    // The result must still report the removed rows. The next call fails with the same error.
                     tracing::warn!(
-                        last_seq = cut.anchor.seq,
+                        last_seq = pruned.anchor.seq,
                         error = &error as &dyn std::error::Error,
                         "not all old rows of the audit log were removed; it will be tried again"
                     );
-                    cut.complete = false;
-                    return Ok(Some(cut.clone()));
+                    pruned.complete = false;
+                    return Ok(Some(pruned.clone()));
                 }
             }
         }
     }
 
-    async fn cut_batch(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<AuditCut>> {
+    async fn prune_batch(&self, range: &AuditRange, now: DateTime<Utc>) -> Result<Option<PrunedRange>> {
         self.db()
             .transaction(Lock::Audit, async |connection| {
                 let start = recorded_start(connection).await?;
@@ -162,10 +162,10 @@ impl Store {
                 let rows = AUDIT
                     .select("WHERE seq > $1 ORDER BY seq LIMIT $2")
                     .bind(first)
-                    .bind(CUT_BATCH)
+                    .bind(PRUNE_BATCH)
                     .fetch_all(connection)
                     .await?;
-                let end = checked_part(start, recorded, range, &rows)?;
+                let end = check_rows_in_range(start, recorded, range, &rows)?;
                 if end == start {
                     return Ok(None);
                 }
@@ -177,7 +177,7 @@ impl Store {
                 let anchor = AuditAnchor::new(end, to_microseconds(now));
                 settings::write(connection, ANCHOR, &anchor.to_text()).await?;
                 let (removed, first_seq) = (end.seq - start.seq, start.seq + 1);
-                Ok(Some(AuditCut { removed, first_seq, anchor, complete: true }))
+                Ok(Some(PrunedRange { removed, first_seq, anchor, complete: true }))
             })
             .await
     }

@@ -43,7 +43,7 @@ mod workspaces;
 pub use audit::{AuditEntry, AuditFilter, AuditOutcome, AuditPage, AuditRecord};
 pub use audit_chain::{AuditAnchor, AuditFault, BrokenAudit};
 pub use audit_export::{BrokenExport, ExportFault, ExportSummary, ExportVerifier, verify_export};
-pub use audit_retention::{AuditCut, AuditRange};
+pub use audit_retention::{AuditRange, PrunedRange};
 pub use error::{Result, StoreError};
 pub use idempotency::{
     Begun, EarlierRequest, IDEMPOTENCY_KEY_LIFETIME, IdempotencyStatus, IdempotentRequest,

@@ -97,13 +97,13 @@ both_engines! {
         an_extra_row_is_found,
         pages_are_filtered;
     audit_retention:
-        a_cut_log_and_its_exports_form_one_chain,
-        a_cut_ends_at_the_first_row_that_is_kept,
-        a_log_can_be_cut_to_nothing_and_goes_on,
-        tampering_with_a_cut_log_is_found,
-        a_cut_that_meets_a_changed_row_reports_the_rows_it_removed,
+        a_pruned_log_and_its_exports_form_one_chain,
+        pruning_ends_at_the_first_row_that_is_kept,
+        appends_continue_after_all_rows_were_pruned,
+        tampering_with_a_pruned_log_is_found,
+        pruning_that_meets_a_changed_row_reports_the_rows_it_removed,
         cuts_and_appends_at_once_keep_one_chain,
-        a_kill_during_a_cut_leaves_a_chain_that_verifies;
+        a_kill_during_pruning_leaves_a_chain_that_verifies;
     opening:
         opening_again_changes_nothing,
         a_newer_database_is_refused,
