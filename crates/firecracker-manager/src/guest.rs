@@ -35,9 +35,9 @@ pub enum GuestError {
     /// The first line was not an acceptance.
     #[error("connecting to the guest agent: it was refused: {0}")]
     Refused(String),
-    /// The agent did not greet.
+    /// The handshake with the agent failed.
     #[error("greeting the guest agent: {0}")]
-    Greeting(ConnectError),
+    Handshake(ConnectError),
     /// The agent refused or failed a call.
     #[error("{step}: {reason}")]
     Call {
@@ -95,7 +95,7 @@ async fn request_port(vsock: &Path) -> Result<UnixStream, GuestError> {
 
 async fn client(vsock: &Path, within: Duration) -> Result<GuestClient, GuestError> {
     let (reader, writer) = connect(vsock, within).await?.into_split();
-    GuestClient::connect(reader, writer).await.map_err(GuestError::Greeting)
+    GuestClient::connect(reader, writer).await.map_err(GuestError::Handshake)
 }
 
 async fn call(client: &GuestClient, step: &'static str, message: &GuestCall) -> Result<(), GuestError> {

@@ -48,7 +48,7 @@ impl Vsock {
         let inner = root.join(INNER);
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
-                tokio::spawn(carry(stream, inner.clone(), opened.clone()));
+                tokio::spawn(relay(stream, inner.clone(), opened.clone()));
             }
         });
         Ok(Self { settings: settings.clone(), root: root.to_owned(), outer, backend: None, gate })
@@ -108,17 +108,17 @@ impl Vsock {
     }
 }
 
-async fn carry(mut outer: UnixStream, inner: PathBuf, mut opened: watch::Receiver<bool>) {
+async fn relay(mut outer: UnixStream, inner: PathBuf, mut opened: watch::Receiver<bool>) {
     if opened.wait_for(|open| *open).await.is_err() {
         return;
     }
-    let carried = async {
+    let relayed = async {
         let mut inner = UnixStream::connect(inner).await?;
         tokio::io::copy_bidirectional(&mut outer, &mut inner).await
     };
     let mut closed = opened.clone();
     tokio::select! {
-        _ = carried => {}
+        _ = relayed => {}
         _ = closed.wait_for(|open| !*open) => {}
     }
 }

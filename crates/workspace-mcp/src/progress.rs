@@ -42,7 +42,7 @@ struct State {
     /// The number of bytes before `newest` that are skipped.
     skipped: u64,
     /// Whether output came since the last message. If none came, `newest` can still hold an incomplete character.
-    fresh: bool,
+    has_new_output: bool,
     closed: bool,
 }
 
@@ -111,7 +111,7 @@ impl OutputSink {
 impl State {
     fn push(&mut self, bytes: &[u8]) {
         self.total += bytes.len() as u64;
-        self.fresh = true;
+        self.has_new_output = true;
         let bytes = match bytes.len().checked_sub(MESSAGE_BYTES) {
             Some(over) => {
                 self.skipped += (self.newest.len() + over) as u64;
@@ -127,7 +127,7 @@ impl State {
     }
 
     fn take(&mut self) -> Option<Piece> {
-        if !std::mem::take(&mut self.fresh) {
+        if !std::mem::take(&mut self.has_new_output) {
             return None;
         }
         let mut bytes = std::mem::take(&mut self.newest);
@@ -135,7 +135,7 @@ impl State {
         // A character whose beginning was skipped is left out. One whose end has not come yet is kept for the next message.
         let begin =
             if skipped == 0 { 0 } else { bytes.iter().take_while(|byte| **byte & 0xC0 == 0x80).count() };
-        self.newest = bytes.split_off(bytes.len() - unfinished(&bytes[begin..]));
+        self.newest = bytes.split_off(bytes.len() - incomplete_char_len(&bytes[begin..]));
         let text = String::from_utf8_lossy(&bytes[begin..]);
         let text = match skipped {
             0 => text.into_owned(),
@@ -146,7 +146,7 @@ impl State {
 }
 
 /// The number of bytes at the end that are the beginning of an incomplete character.
-fn unfinished(bytes: &[u8]) -> usize {
+fn incomplete_char_len(bytes: &[u8]) -> usize {
     (1..=bytes.len().min(3))
         .find(|length| {
             let end = &bytes[bytes.len() - length..];
