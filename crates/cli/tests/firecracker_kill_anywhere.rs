@@ -42,7 +42,7 @@ const DESTROY: [&str; 5] = [
     "manager.files_removed",
 ];
 const SNAPSHOT: [&str; 4] =
-    ["manager.paused", "manager.memory_copied", "manager.disk_copied", "manager.goes_on"];
+    ["manager.paused", "manager.memory_copied", "manager.disk_copied", "manager.unpaused"];
 /// A step of a create from a snapshot with memory.
 const FROM_MEMORY: [&str; 1] = ["manager.memory_loaded"];
 const IMAGE: [&str; 1] = ["manager.image_unpacked"];

@@ -22,10 +22,10 @@ const BINARY: &str = env!("CARGO_BIN_EXE_emergent");
 const SANDBOX: [&str; 5] =
     ["disk.made", "sandbox.made", "sandbox.attached", "sandbox.started", "sandbox.greeted@2"];
 const CREATE: [&str; 5] =
-    ["create.row_written", "create.placed", "create.sandbox_made", "create.written_down", "create.ready"];
+    ["create.row_written", "create.placed", "create.sandbox_made", "create.metadata_written", "create.ready"];
 const STOP: [&str; 3] = ["stop.row_written", "stop.sandbox_stopped", "stop.done"];
 const RESUME: [&str; 6] = [
-    "resume.taken",
+    "resume.ownership_taken",
     "sandbox.attached",
     "sandbox.started",
     "sandbox.greeted@2",

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use chrono::Utc;
 use emergent_host::files::{ensure_private_directory, write_atomically};
-use emergent_providers::{FirecrackerSettings, ProviderError, ProviderSettings, ProviderTable, Providers};
+use emergent_providers::{ManagerAddress, ProviderConfig, ProviderError, ProviderTable, Providers};
 use emergent_store::{NewToken, Store, StoreConfig, StoreError};
 use emergent_wire::access::TokenScope;
 use emergent_wire::id::InstallationId;
@@ -291,7 +291,7 @@ fn providers(
     embedded: Option<&Embedded>,
 ) -> Result<Providers, ProviderError> {
     let manager = firecracker::manager(&settings.firecracker, embedded);
-    ProviderTable::standard().open(ProviderSettings {
+    ProviderTable::standard().open(ProviderConfig {
         installation,
         data_dir: data_dir.to_owned(),
         docker_host: settings.providers.docker_host.clone(),
@@ -300,7 +300,7 @@ fn providers(
         room: settings.workspaces.room_rules(),
         gvisor: settings.providers.gvisor,
         plain_docker: settings.providers.allow_docker,
-        firecracker: manager.map(|manager| FirecrackerSettings {
+        firecracker: manager.map(|manager| ManagerAddress {
             url: manager.url,
             token: manager.token,
             ca_certificate: settings.firecracker.manager_ca.clone(),

@@ -50,7 +50,7 @@ impl Images {
     pub(crate) fn open(data_dir: &Path) -> io::Result<Self> {
         let directory = data_dir.join("images");
         fs::create_dir_all(&directory)?;
-        // Remains of images that were not finished.
+        // Leftovers of images that were not finished.
         for entry in fs::read_dir(&directory)?.flatten() {
             let path = entry.path();
             if path.extension() == Some(OsStr::new("new")) {

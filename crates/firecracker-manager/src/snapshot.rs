@@ -49,7 +49,7 @@ pub(crate) async fn create(
     let mut unpaused = Ok(());
     if runs {
         unpaused = pause::unpause(resources, machine, copied.is_ok()).await;
-        failpoint!("manager.goes_on");
+        failpoint!("manager.unpaused");
     }
     let described = async {
         let bytes = copied?;

@@ -42,7 +42,7 @@ pub struct ImageConfig {
 /// - a name that the source does not have is [`ProviderError::Unacceptable`], a source that is down is
 ///   [`ProviderError::Unavailable`];
 /// - an archive is opened under a lease, and one lease exists at a time per installation and host;
-/// - [`remove_abandoned_exports`](Self::remove_abandoned_exports) removes the remains of an export that a crash interrupted.
+/// - [`remove_abandoned_exports`](Self::remove_abandoned_exports) removes the leftovers of an export that a crash interrupted.
 #[async_trait]
 pub trait ImageSource: Send + Sync {
     /// The digest of an image. Another digest under the same name means that the image has changed.
@@ -65,7 +65,7 @@ pub trait ImageSource: Send + Sync {
     /// Removes everything that an export made.
     async fn close_root(&self, lease: ExportLease) -> Result<(), ProviderError>;
 
-    /// Removes the remains of an interrupted export. Does nothing while a lease is held.
+    /// Removes the leftovers of an interrupted export. Does nothing while a lease is held.
     async fn remove_abandoned_exports(&self) -> Result<(), ProviderError>;
 }
 

@@ -27,5 +27,5 @@ pub use sandbox::{
     DiskFault, DiskUse, Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo,
     Volume,
 };
-pub use settings::{FirecrackerSettings, OpenContext, ProviderSettings};
+pub use settings::{ManagerAddress, OpenContext, ProviderConfig};
 pub use table::{Absence, OpenProvider, ProviderEntry, ProviderFacts, ProviderTable, Providers, Ranks};

@@ -15,7 +15,7 @@ use crate::error::ProviderError;
 use crate::image::ImageProgram;
 use crate::sandbox::{DiskUse, Observed, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
 
-/// How long the guest agent may take to apply its configuration.
+/// The time limit for the guest agent to apply its configuration.
 const CONFIGURE_TIME: Duration = Duration::from_secs(20);
 
 /// The health of a provider.
@@ -49,7 +49,7 @@ impl Health {
 /// **Idempotence.** Every call may be repeated. Creating what exists and removing what is gone succeed.
 ///
 /// **Failure.** A failed call removes nothing that it made. The caller calls [`destroy`](Self::destroy), which removes
-/// everything, also the remains of a call that was interrupted.
+/// everything, also the leftovers of a call that was interrupted.
 ///
 /// **Time.** Every call returns within a bounded time, also when the engine or the manager behind it hangs.
 ///
@@ -98,7 +98,7 @@ pub trait WorkspaceProvider: Send + Sync {
     /// Removes a sandbox with all its files.
     async fn destroy(&self, id: WorkspaceId) -> Result<(), ProviderError>;
 
-    /// Lists all sandboxes and remains of sandboxes with this installation's label.
+    /// Lists all sandboxes and leftovers of sandboxes with this installation's label.
     async fn list(&self) -> Result<Vec<Observed>, ProviderError>;
 
     /// Opens a new channel to the agent of a running sandbox, and configures the agent.

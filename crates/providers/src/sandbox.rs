@@ -66,7 +66,7 @@ pub struct Sandbox {
     pub id: SandboxId,
     /// An open channel to its agent, which is configured.
     pub channel: GuestClient,
-    /// How its disk limit is enforced.
+    /// The kind of its disk limit.
     pub disk_quota: DiskQuota,
     /// Facts that its user should know: reduced isolation, lowered limits.
     pub warnings: Vec<String>,
@@ -133,7 +133,7 @@ pub enum ObservedState {
     /// It is stopped. Its files are kept.
     Stopped,
     /// Only a part of it is there: a disk without a container, a slot without a machine.
-    Remains,
+    Leftover,
 }
 
 /// A sandbox, or a part of one, with this installation's label.

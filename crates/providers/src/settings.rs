@@ -15,7 +15,7 @@ use crate::error::ProviderError;
 
 /// The settings of all providers of one server.
 #[derive(Clone, Debug)]
-pub struct ProviderSettings {
+pub struct ProviderConfig {
     /// The owner of everything that the providers make.
     pub installation: InstallationId,
     /// The directory of disks, of the guest agent's image and of locks.
@@ -33,12 +33,12 @@ pub struct ProviderSettings {
     /// Whether plain containers are allowed.
     pub plain_docker: bool,
     /// The manager of microVMs. None: there is none.
-    pub firecracker: Option<FirecrackerSettings>,
+    pub firecracker: Option<ManagerAddress>,
 }
 
 /// The address and the credentials of a Firecracker manager.
 #[derive(Clone, Debug)]
-pub struct FirecrackerSettings {
+pub struct ManagerAddress {
     /// `unix:/path`, `https://host:port` or `http://host:port`.
     pub url: String,
     /// Its token. None: the token is in a file beside the manager's socket.
@@ -49,21 +49,21 @@ pub struct FirecrackerSettings {
 
 /// The settings, and the objects that several providers of a server share.
 pub struct OpenContext {
-    settings: ProviderSettings,
+    settings: ProviderConfig,
     /// Opened by the first container provider.
     container_host: Mutex<Option<Arc<ContainerHost>>>,
 }
 
 impl Deref for OpenContext {
-    type Target = ProviderSettings;
+    type Target = ProviderConfig;
 
-    fn deref(&self) -> &ProviderSettings {
+    fn deref(&self) -> &ProviderConfig {
         &self.settings
     }
 }
 
 impl OpenContext {
-    pub(crate) fn new(settings: ProviderSettings) -> Self {
+    pub(crate) fn new(settings: ProviderConfig) -> Self {
         Self { settings, container_host: Mutex::default() }
     }
 

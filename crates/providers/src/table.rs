@@ -10,7 +10,7 @@ use emergent_wire::workspace::{ContainerType, DeploymentMode, IsolationLevel, Pr
 
 use crate::error::ProviderError;
 use crate::provider::SharedProvider;
-use crate::settings::{OpenContext, ProviderSettings};
+use crate::settings::{OpenContext, ProviderConfig};
 use crate::traced::Traced;
 use crate::{container, firecracker};
 
@@ -124,7 +124,7 @@ impl ProviderTable {
     }
 
     /// Opens the providers that the settings turn on.
-    pub fn open(self, settings: ProviderSettings) -> Result<Providers, ProviderError> {
+    pub fn open(self, settings: ProviderConfig) -> Result<Providers, ProviderError> {
         let context = OpenContext::new(settings);
         let mut enabled = Vec::new();
         for entry in &self.0 {

@@ -126,7 +126,7 @@ impl Supervisor {
         }
         let live = context.live(id);
         live.note_mcp_server();
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let connection = match live.connection() {
             Some(connection) => connection,
             None => {

@@ -282,7 +282,7 @@ impl Supervisor {
     pub(super) async fn stop(&self) {
         let (context, id) = (&self.host.workspaces.context, self.server.id);
         let live = context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let Some(connection) = live.close_to_calls() else {
             return;
         };
@@ -299,7 +299,7 @@ impl Supervisor {
         let (context, id) = (&self.host.workspaces.context, self.server.id);
         let record = context.store.workspace_record(id).await?;
         let live = context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         live.close_to_calls();
         let provider = context.provider_of(&record)?;
         let sandbox = provider.recreate(&context.spec_of(&record).await?).await?;

@@ -56,7 +56,7 @@ impl Connections {
         // The row is read first, because an id without a row must not get live state.
         self.context.ready_record(id).await?;
         let live = self.context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         self.stop_if_damaged(id, &live).await;
         if let Some((connection, guard)) = live.begin_call() {
             return Ok((Arc::clone(&live), connection, guard));

@@ -148,7 +148,7 @@ impl DiskGuard {
     /// Repairs the disk of a sandbox, if this server may change the workspace now. Failures are logged, and the next pass tries again.
     async fn repair(&self, provider: &SharedProvider, id: WorkspaceId, fault: DiskFault) {
         let live = self.context.live(id);
-        let Ok(_changing) = tokio::time::timeout(LOCK_TIMEOUT, live.changing.lock()).await else {
+        let Ok(_changing) = tokio::time::timeout(LOCK_TIMEOUT, live.change_lock.lock()).await else {
             return;
         };
         match self.take_over_running(id).await {

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use async_trait::async_trait;
 use emergent_guest_client::GuestClient;
 use emergent_providers::{
-    Health, ImageProgram, Observed, ProviderEntry, ProviderError, ProviderSettings, ProviderTable, Sandbox,
+    Health, ImageProgram, Observed, ProviderConfig, ProviderEntry, ProviderError, ProviderTable, Sandbox,
     SandboxExit, SandboxId, SandboxSpec, SharedProvider, SnapshotInfo, WorkspaceProvider,
 };
 use emergent_store::{SealingKey, Store, StoreConfig};
@@ -193,7 +193,7 @@ impl TestWorkspaces {
         std::fs::write(directory.join("installation-id"), installation.to_string()).unwrap();
         let table = entries.into_iter().fold(ProviderTable::standard(), ProviderTable::with);
         let settings = Settings::default();
-        let providers = table.open(ProviderSettings {
+        let providers = table.open(ProviderConfig {
             installation,
             data_dir: directory,
             docker_host: None,

@@ -66,7 +66,7 @@ impl Lifecycle {
     pub(super) async fn finish_stop(&self, id: WorkspaceId) -> Result<Workspace> {
         use WorkspaceStatus::{Stopped, Stopping};
         let live = self.context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let record = self.context.store.workspace_record(id).await?;
         if record.workspace.status != Stopping {
             return Ok(record.workspace);
@@ -90,7 +90,7 @@ impl Lifecycle {
     /// Resumes a stopped workspace. Resuming a ready workspace succeeds.
     pub(crate) async fn resume(&self, id: WorkspaceId) -> Result<Workspace> {
         let live = self.context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let record = self.context.store.workspace_record(id).await?;
         match record.workspace.status {
             WorkspaceStatus::Ready => return Ok(record.workspace),
@@ -99,7 +99,7 @@ impl Lifecycle {
         }
         // The row says `stopped` until the end. The ownership keeps other servers from stopping the sandbox meanwhile.
         self.context.take_over(&record).await?;
-        failpoint!("resume.taken");
+        failpoint!("resume.ownership_taken");
         let connection = match self.start_sandbox(&record).await {
             Ok(connection) => connection,
             Err(error) => {
@@ -148,7 +148,7 @@ impl Lifecycle {
     async fn remove_sandbox_first(&self, id: WorkspaceId) -> Result<()> {
         tracing::warn!(workspace = %id, "the database can't be written: the sandbox is removed first");
         let live = self.context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let record = self.context.store.workspace_record(id).await?;
         live.close_to_calls();
         Ok(self.context.provider_of(&record)?.destroy(id).await?)
@@ -165,7 +165,7 @@ impl Lifecycle {
             end_commands(&channel, live.calls()).await;
         }
         failpoint!("destroy.commands_ended");
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         live.close_to_calls();
         let record = match self.context.store.workspace_record(id).await {
             Ok(record) => record,

@@ -29,7 +29,7 @@ const RECENT_END: Duration = Duration::from_secs(30);
 #[derive(Default)]
 pub(crate) struct LiveWorkspace {
     /// Held while the sandbox is created, stopped, resumed, copied, removed or reconnected: one change at a time.
-    pub(crate) changing: Arc<tokio::sync::Mutex<()>>,
+    pub(crate) change_lock: Arc<tokio::sync::Mutex<()>>,
     state: Mutex<CallState>,
     pub(super) last_usage: Mutex<LastUsage>,
     operations: Mutex<VecDeque<Operation>>,

@@ -271,7 +271,7 @@ impl Recovery {
     /// Whether a request of this process is changing the workspace.
     fn is_changing(&self, id: WorkspaceId) -> bool {
         let live = self.context.known_live(id);
-        live.is_some_and(|live| live.changing.try_lock().is_err())
+        live.is_some_and(|live| live.change_lock.try_lock().is_err())
     }
 
     /// Whether this process has a channel to the workspace.
@@ -341,7 +341,7 @@ mod tests {
         let row = row(WorkspaceStatus::Ready);
         assert!(plan(&[row], &HashSet::new(), &seen(row.id, ObservedState::Running)).is_empty());
         let stray = WorkspaceId::generate();
-        let mut observed = seen(stray, ObservedState::Remains);
+        let mut observed = seen(stray, ObservedState::Leftover);
         observed.insert(ProviderName::Docker, observed[&ProviderName::Gvisor].clone());
         let steps = plan(&[row], &HashSet::new(), &observed);
         assert!(matches!(steps.as_slice(), [Step::Quarantine(_, id)] if *id == stray), "{steps:?}");
@@ -373,7 +373,7 @@ mod tests {
         for state in [ObservedState::Running, ObservedState::Stopped] {
             assert_eq!(plan(&[failed], &HashSet::new(), &seen(failed.id, state)), [Step::Check(failed.id)]);
         }
-        assert!(plan(&[failed], &HashSet::new(), &seen(failed.id, ObservedState::Remains)).is_empty());
+        assert!(plan(&[failed], &HashSet::new(), &seen(failed.id, ObservedState::Leftover)).is_empty());
         let ready = Row { is_connected: false, ..row(WorkspaceStatus::Ready) };
         let seen = seen(ready.id, ObservedState::Running);
         assert_eq!(plan(&[ready], &HashSet::new(), &seen), [Step::Check(ready.id)]);

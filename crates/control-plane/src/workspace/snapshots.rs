@@ -34,7 +34,7 @@ impl Snapshots {
         // The row is read first, because an id without a row must not get live state.
         self.context.store.workspace(id).await?;
         let live = self.context.live(id);
-        let _changing = live.changing.lock().await;
+        let _changing = live.change_lock.lock().await;
         let record = self.context.store.workspace_record(id).await?;
         match record.workspace.status {
             WorkspaceStatus::Ready | WorkspaceStatus::Stopped | WorkspaceStatus::Error => {}

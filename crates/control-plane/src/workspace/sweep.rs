@@ -111,7 +111,7 @@ impl Sweeper {
         let live = self.context.live(id);
         {
             // A change in progress is a use.
-            let Ok(_changing) = live.changing.try_lock() else {
+            let Ok(_changing) = live.change_lock.try_lock() else {
                 return Ok(());
             };
             let now = self.context.clock.now();

@@ -230,7 +230,7 @@ impl Disks {
         loop_device::attach(&self.image(disk), &self.device(disk), Access::ReadWrite)
     }
 
-    /// Detaches and removes a workspace's disks, and the remains of interrupted steps.
+    /// Detaches and removes a workspace's disks, and the leftovers of interrupted steps.
     pub(crate) fn remove(&self, id: WorkspaceId) -> io::Result<()> {
         self.disks_of(id)?.iter().try_for_each(|disk| self.remove_disk(disk))
     }
@@ -254,7 +254,7 @@ impl Disks {
         remove_files(&[image.with_extension("new"), image])
     }
 
-    /// All workspaces with a disk or remains of one.
+    /// All workspaces with a disk or leftovers of one.
     pub(crate) fn list(&self) -> io::Result<Vec<WorkspaceId>> {
         ids_in(&self.directory)
     }

@@ -18,7 +18,7 @@ use super::images::DockerImages;
 use super::legacy_guest::{self, SharedDirectory};
 use super::network::Network;
 use crate::error::ProviderError;
-use crate::settings::ProviderSettings;
+use crate::settings::ProviderConfig;
 
 /// The engine, with the installation's network, disks and guest agent.
 pub(crate) struct ContainerHost {
@@ -39,7 +39,7 @@ pub(crate) struct ContainerHost {
 
 impl ContainerHost {
     /// Prepares disks and guest agent. Does not connect to the engine yet.
-    pub(crate) fn open(settings: &ProviderSettings) -> Result<Arc<Self>, ProviderError> {
+    pub(crate) fn open(settings: &ProviderConfig) -> Result<Arc<Self>, ProviderError> {
         let engine = Engine::open(settings.docker_host.as_deref())
             .map_err(|error| ProviderError::Unavailable(error.to_string()))?;
         let disks = Disks::open(&settings.data_dir, settings.room);

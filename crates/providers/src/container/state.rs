@@ -76,11 +76,11 @@ impl ContainerProvider {
         let failed = |error: EngineError| ProviderError::failed("listing sandboxes", error);
         let mut found: HashMap<WorkspaceId, ObservedState> = HashMap::new();
         for volume in self.engine.volumes(&self.label()).await.map_err(failed)? {
-            found.extend(workspace_of(&volume.labels).map(|id| (id, ObservedState::Remains)));
+            found.extend(workspace_of(&volume.labels).map(|id| (id, ObservedState::Leftover)));
         }
         if let Ok(disks) = &self.disks {
             let ids = disks.list().map_err(|error| ProviderError::failed("listing disks", error))?;
-            found.extend(ids.into_iter().map(|id| (id, ObservedState::Remains)));
+            found.extend(ids.into_iter().map(|id| (id, ObservedState::Leftover)));
         }
         for container in self.engine.containers(&self.label()).await.map_err(failed)? {
             let state = if container.is_running { ObservedState::Running } else { ObservedState::Stopped };

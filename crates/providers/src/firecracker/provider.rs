@@ -20,7 +20,7 @@ use crate::error::ProviderError;
 use crate::image::{ImageProgram, ImageSource};
 use crate::provider::{Health, WorkspaceProvider, configure_agent};
 use crate::sandbox::{Observed, ObservedState, Sandbox, SandboxExit, SandboxId, SandboxSpec, SnapshotInfo};
-use crate::settings::FirecrackerSettings;
+use crate::settings::ManagerAddress;
 use crate::start_history::StartHistory;
 use crate::table::{Absence, ProviderEntry, ProviderFacts, Ranks};
 
@@ -72,7 +72,7 @@ impl FirecrackerProvider {
     /// A provider on a manager. Does not connect to it yet.
     fn new(
         installation: InstallationId,
-        manager: &FirecrackerSettings,
+        manager: &ManagerAddress,
         images: Arc<dyn ImageSource>,
     ) -> Result<Self, ProviderError> {
         let client = Client::new(&manager.url, manager.token.clone(), manager.ca_certificate.as_deref())
@@ -276,7 +276,7 @@ impl WorkspaceProvider for FirecrackerProvider {
                     ObservedState::Running
                 }
                 MachinePhase::Ending | MachinePhase::Stopped => ObservedState::Stopped,
-                MachinePhase::Reserved | MachinePhase::Removing => ObservedState::Remains,
+                MachinePhase::Reserved | MachinePhase::Removing => ObservedState::Leftover,
             };
             Observed { id: machine.id, state }
         });
@@ -297,11 +297,11 @@ mod tests {
     use emergent_host::room::RoomRules;
 
     use super::*;
-    use crate::settings::ProviderSettings;
+    use crate::settings::ProviderConfig;
     use crate::table::ProviderTable;
 
-    fn settings(directory: &Path) -> ProviderSettings {
-        ProviderSettings {
+    fn settings(directory: &Path) -> ProviderConfig {
+        ProviderConfig {
             installation: InstallationId::generate(),
             data_dir: directory.to_owned(),
             docker_host: None,
@@ -310,7 +310,7 @@ mod tests {
             room: RoomRules::default(),
             gvisor: false,
             plain_docker: false,
-            firecracker: Some(FirecrackerSettings {
+            firecracker: Some(ManagerAddress {
                 url: "https://vm.example".to_owned(),
                 token: Some("secret".into()),
                 ca_certificate: None,

@@ -26,7 +26,7 @@ pub(super) struct Attempts<'a> {
     failures: Vec<(RejectedCandidate, WorkspaceError)>,
     /// The provider on which an attempt may have left a sandbox that can't be removed now. The sandbox has the workspace's id, so
     /// no other is made there. Recovery removes it when the workspace is on another provider or gone.
-    remains: Option<(ProviderName, ProviderError)>,
+    leftover: Option<(ProviderName, ProviderError)>,
 }
 
 /// The outcome of an attempt.
@@ -44,12 +44,12 @@ pub(super) enum Outcome {
 
 impl<'a> Attempts<'a> {
     pub(super) fn new(creator: &'a Creator, id: WorkspaceId, rejected: Vec<RejectedCandidate>) -> Self {
-        Self { creator, id, rejected, failures: Vec::new(), remains: None }
+        Self { creator, id, rejected, failures: Vec::new(), leftover: None }
     }
 
     /// Whether a failed attempt may have left a sandbox that this provider shares.
-    pub(super) fn has_remains_on(&self, provider: ProviderName) -> bool {
-        self.remains.as_ref().is_some_and(|(other, _)| {
+    pub(super) fn has_leftover_on(&self, provider: ProviderName) -> bool {
+        self.leftover.as_ref().is_some_and(|(other, _)| {
             self.creator.context.providers.table().share_sandboxes(provider, *other)
         })
     }
@@ -68,7 +68,7 @@ impl<'a> Attempts<'a> {
         tracing::warn!(workspace = %self.id, %error, "a spare can't be used; another sandbox is made for the workspace");
         metrics::counter!("emergent_pool_misses_total", "reason" => "dead").increment(1);
         if let Err(problem) = provider.destroy(self.id).await {
-            self.remains = Some((candidate.provider, problem));
+            self.leftover = Some((candidate.provider, problem));
             self.failures.push((candidate.rejected(&error), error));
             return Ok(Outcome::TryNext);
         }
@@ -92,7 +92,7 @@ impl<'a> Attempts<'a> {
         failpoint!("create.undone");
         self.creator.health.recheck(provider).await;
         if let Err(problem) = removed {
-            self.remains = Some((candidate.provider, problem));
+            self.leftover = Some((candidate.provider, problem));
         }
         let outcome = if is_final(&error) { Outcome::GiveUp } else { Outcome::TryNext };
         let rejected = candidate.rejected(&error);
@@ -113,7 +113,7 @@ impl<'a> Attempts<'a> {
                 WorkspaceError::AllProvidersFailed(failures)
             }
         };
-        (error, self.remains.map(|(_, problem)| problem))
+        (error, self.leftover.map(|(_, problem)| problem))
     }
 
     fn report_fallback(&self, provider: ProviderName, error: &WorkspaceError) {
@@ -166,7 +166,7 @@ impl<'a> Attempts<'a> {
         let mut warnings = sandbox.warnings.clone();
         warnings.extend(checkout(&sandbox.channel, &record.workspace).await?);
         self.store_properties(&sandbox, warnings).await?;
-        failpoint!("create.written_down");
+        failpoint!("create.metadata_written");
         let workspace = context.store.set_ready(id, context.clock.now()).await?;
         failpoint!("create.ready");
         let connection = SandboxConnection { channel: sandbox.channel, provider: provider.name() };

@@ -138,7 +138,7 @@ impl Creator {
     }
 
     async fn lock(&self, id: WorkspaceId) -> OwnedMutexGuard<()> {
-        Arc::clone(&self.context.live(id).changing).lock_owned().await
+        Arc::clone(&self.context.live(id).change_lock).lock_owned().await
     }
 
     /// The row of a new workspace, its variables sealed for its id.
@@ -181,7 +181,7 @@ impl Creator {
         let mut spare = creation.spare.take();
         let mut attempts = Attempts::new(self, id, creation.plan.rejected.clone());
         for candidate in &creation.plan.candidates {
-            if attempts.has_remains_on(candidate.provider) {
+            if attempts.has_leftover_on(candidate.provider) {
                 continue;
             }
             let outcome = match spare.take() {
@@ -201,8 +201,8 @@ impl Creator {
                 Outcome::GiveUp => break,
             }
         }
-        let (error, remains) = attempts.into_error();
-        match remains {
+        let (error, leftover) = attempts.into_error();
+        match leftover {
             Some(problem) => Err(self.leave_to_recovery(id, error, problem).await),
             None => self.fail(id, error, creation.waited_for).await,
         }
