@@ -33,7 +33,7 @@ pub enum RequestError {
     NoMemoryToCopy,
 }
 
-/// How a microVM starts.
+/// The source that a microVM starts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StartFrom {
     /// It boots its kernel.

@@ -33,7 +33,7 @@ pub enum LaunchError {
     /// The jailer or Firecracker ended.
     #[error("{step}: {console}")]
     Ended {
-        /// When it ended.
+        /// The step that it ended in.
         step: &'static str,
         /// The last lines of its console.
         console: String,

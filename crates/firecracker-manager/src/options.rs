@@ -34,7 +34,7 @@ pub struct ManagerOptions {
     pub require_kvm: bool,
     /// The bytes that are kept free on the host's disk. A server passes `workspaces.min_free_disk` to its own manager.
     pub min_free_disk: ByteSize,
-    /// How many times the free bytes can be promised to disks of microVMs. A server passes `workspaces.disk_overcommit` to
+    /// The multiple of the free bytes that can be promised to disks of microVMs. A server passes `workspaces.disk_overcommit` to
     /// its own manager.
     pub disk_overcommit: u32,
 }

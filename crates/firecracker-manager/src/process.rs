@@ -16,7 +16,7 @@ use tokio::io::unix::AsyncFd;
 
 /// The time limit for a process to stop after SIGSTOP.
 const FREEZE_TIME: Duration = Duration::from_secs(10);
-/// How often the states of its threads are read meanwhile.
+/// The interval at which the states of its threads are read meanwhile.
 const FREEZE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// The state of a thread that a signal has stopped.
 const STOPPED: char = 'T';

@@ -20,7 +20,7 @@ use crate::shell::Shells;
 use crate::workers::{self, Workers};
 use crate::{disk, family, log, machine};
 
-/// How long processes have between SIGTERM and SIGKILL when the sandbox is stopped.
+/// The time between SIGTERM and SIGKILL when the sandbox is stopped.
 const STOP_GRACE: Duration = Duration::from_secs(8);
 
 /// The state of the agent.

@@ -38,7 +38,7 @@ pub(crate) fn tag_of(pid: i32) -> Option<String> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Family<'a> {
     pub(crate) tag: &'a str,
-    /// When the command began, in clock ticks.
+    /// The start time of the command, in clock ticks.
     pub(crate) began: u64,
     /// No other command runs: new orphans without a tag belong to this one.
     pub(crate) is_alone: bool,

@@ -10,7 +10,7 @@ use crate::spawn::{self, Input, Program, Spawned};
 use crate::tasks::TaskGuard;
 use crate::wake::Wake;
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
     Exited(i32),
@@ -25,7 +25,7 @@ pub(crate) struct Exit {
 }
 
 impl Exit {
-    /// How the process ended, if it did.
+    /// The end of the process. None while it runs.
     pub(crate) fn ended(&self) -> Option<Ended> {
         self.ended.get().copied()
     }

@@ -51,7 +51,7 @@ struct Ended {
     note: String,
 }
 
-/// Which command was ended.
+/// The command that was ended.
 enum EndedCommand {
     /// The command with this tag.
     Tagged(String),

@@ -25,7 +25,7 @@ const MAX_PONGS_DUE: u32 = 4;
 #[derive(Default)]
 pub(crate) struct Silence {
     heard: Option<Instant>,
-    /// When the last PING was sent, if no frame has come since.
+    /// The time of the last PING, if no frame has come since.
     asked: Option<Instant>,
     /// PINGs without a PONG. Frames that the guest sent earlier may come before the PONG.
     pongs_due: u32,

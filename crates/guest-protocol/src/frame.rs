@@ -210,7 +210,7 @@ impl fmt::Debug for Frame {
 /// Encodes the header of a frame whose payload is written separately.
 ///
 /// # Panics
-/// When the payload is longer than its kind allows: the sender must have checked.
+/// If the payload is longer than its kind allows: the sender must have checked.
 pub fn encode_header(kind: Kind, call: u32, length: usize) -> [u8; HEADER_BYTES] {
     assert!(kind.check_length(length).is_ok(), "a {kind:?} frame of {length} bytes");
     let mut header = [0; HEADER_BYTES];

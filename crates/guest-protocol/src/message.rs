@@ -206,7 +206,7 @@ pub struct ServeAnswer {
     pub signal: Option<String>,
     /// Whether it was killed because memory ran out.
     pub oom_killed: bool,
-    /// How long it ran.
+    /// Its run time.
     pub duration_ms: u64,
 }
 
@@ -215,7 +215,7 @@ pub struct ServeAnswer {
 pub struct ConnectCall {
     /// The port, on the sandbox's own loopback address.
     pub port: u16,
-    /// How long to retry while no program listens on the port.
+    /// The time limit for retries while no program listens on the port.
     #[serde(default)]
     pub wait_ms: u64,
     /// Only test whether a program listens on the port.

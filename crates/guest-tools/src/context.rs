@@ -10,7 +10,7 @@ use emergent_wire::{ErrorCode, ErrorDetail};
 pub struct Context {
     /// Relative paths start here; normally `/workspace`.
     pub workspace_dir: PathBuf,
-    /// When given, every path must end in one of these directories, also after symbolic links are followed.
+    /// If given, every path must end in one of these directories, also after symbolic links are followed.
     pub confined_to: Option<Vec<PathBuf>>,
 }
 

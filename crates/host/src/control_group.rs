@@ -17,7 +17,7 @@ use crate::processes;
 pub const ROOT: &str = "/sys/fs/cgroup";
 /// The time limit for killed processes to end.
 const END_TIME: Duration = Duration::from_secs(8);
-/// How often the group is read meanwhile. The kernel reports the end of a process to its parent only.
+/// The interval at which the group is read meanwhile. The kernel reports the end of a process to its parent only.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The group of one sandbox.

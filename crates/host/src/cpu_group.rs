@@ -30,7 +30,7 @@ pub struct CpuGroup {
     cpuset: Option<CpuSet>,
 }
 
-/// Where the kernel counts CPU time.
+/// The kernel's count of CPU time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Usage {
     /// `cpuacct.usage`: nanoseconds.
@@ -46,7 +46,7 @@ struct Weight {
     value: u64,
 }
 
-/// Which CPUs the group's processes may run on.
+/// The setting of the CPUs that the group's processes may run on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct CpuSet {
     own: PathBuf,

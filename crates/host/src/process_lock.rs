@@ -19,7 +19,7 @@ use crate::processes;
 
 /// The time limit for a child to get from `fork` to `exec`.
 const EXEC_TIME: Duration = Duration::from_secs(3);
-/// How often the lock is tried meanwhile.
+/// The interval at which the lock is tried meanwhile.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The lock, held until it is dropped.

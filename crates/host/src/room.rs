@@ -15,7 +15,7 @@ const MIN_FREE_INODES: u64 = 2000;
 pub struct RoomRules {
     /// The bytes that are kept free for the server's own writes.
     pub min_free_bytes: u64,
-    /// How many times the free bytes can be promised to disks, which are seldom full. At 1 all bytes of a disk are allocated
+    /// The multiple of the free bytes that can be promised to disks, which are seldom full. At 1 all bytes of a disk are allocated
     /// when it is created.
     pub overcommit: u32,
 }

@@ -2,7 +2,7 @@
 //!
 //! Of a line over the limit only both ends are kept. They are enough to find the request that it answers.
 
-/// How much of each end of a long line is kept.
+/// The bytes that are kept of each end of a long line.
 const END_BYTES: usize = 512;
 
 /// A line.

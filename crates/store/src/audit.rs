@@ -29,9 +29,9 @@ use crate::types::{clean, clean_json, to_microseconds};
 pub(crate) const HEAD: &str = "audit_head";
 /// The setting that holds the last row that retention removed.
 pub(crate) const ANCHOR: &str = "audit_anchor";
-/// How many rows one statement inserts, largest first: each statement wakes another thread or goes over the network.
+/// The numbers of rows that one statement inserts, largest first: each statement wakes another thread or goes over the network.
 const ROWS_AT_ONCE: [usize; 3] = [16, 4, 1];
-/// How many rows `verify_audit` holds in memory.
+/// The number of rows that `verify_audit` holds in memory.
 const VERIFY_BATCH: i64 = 1000;
 
 pub(crate) const AUDIT: Table = Table {
@@ -40,7 +40,7 @@ pub(crate) const AUDIT: Table = Table {
               request, request_id, prev_hash, hash",
 };
 
-/// How an audited call ended, or that it began.
+/// The outcome of an audited call; `started` until it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AuditOutcome {
@@ -87,7 +87,7 @@ impl FromStr for AuditOutcome {
 /// An audited call.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AuditEntry {
-    /// When it began.
+    /// Its start time.
     pub at: DateTime<Utc>,
     /// The caller's token.
     pub actor_token_id: Option<TokenId>,
@@ -99,11 +99,11 @@ pub struct AuditEntry {
     pub session_id: Option<SessionId>,
     /// The tool or action, such as `bash` or `workspace.create`.
     pub tool: String,
-    /// How it ended, or that it began.
+    /// Its outcome; `started` until it ends.
     pub outcome: AuditOutcome,
     /// The error code of a call that did not succeed.
     pub error_code: Option<String>,
-    /// How long it took until this entry.
+    /// The time from its start until this entry.
     pub duration_ms: u64,
     /// A summary of the request, without contents.
     pub request: Value,

@@ -35,7 +35,7 @@ pub struct BrokenAudit {
     pub fault: AuditFault,
 }
 
-/// How the audit log differs from the log that was written.
+/// A difference between the audit log and the log that was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AuditFault {
     /// The row's content does not match its hash.
@@ -145,7 +145,7 @@ pub struct AuditAnchor {
     pub seq: u64,
     /// Its hash, in hexadecimal.
     pub hash: String,
-    /// When it was removed.
+    /// The time of its removal.
     pub at: DateTime<Utc>,
 }
 

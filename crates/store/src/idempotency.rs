@@ -37,9 +37,9 @@ pub const IDEMPOTENCY_KEY_LIFETIME: TimeDelta = TimeDelta::hours(24);
 pub const MAX_IDEMPOTENCY_KEY_BYTES: usize = 255;
 /// The most keys that one token has at a time.
 pub const MAX_IDEMPOTENCY_KEYS: u32 = 10_000;
-/// How often a begin looks again for a row that others remove between its two statements.
+/// The number of attempts to begin a request: another server can remove the row between the two statements.
 const TRIES: usize = 5;
-/// How many rows one statement of the pruning removes.
+/// The number of rows that one statement of the pruning removes.
 const PRUNE_BATCH: i64 = 1000;
 
 /// A request that carries a key.
@@ -97,7 +97,7 @@ pub struct EarlierRequest {
     pub status: IdempotencyStatus,
     /// The server that works on it; none when it is done.
     pub owner: Option<ServerId>,
-    /// When it was received.
+    /// The time it was received.
     pub created_at: DateTime<Utc>,
 }
 

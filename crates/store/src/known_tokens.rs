@@ -27,7 +27,7 @@ pub(crate) struct KnownTokens {
 #[derive(Default)]
 struct State {
     tokens: HashMap<Vec<u8>, Known>,
-    /// How often the cache was emptied.
+    /// The number of times that the cache was emptied.
     changes: u64,
 }
 

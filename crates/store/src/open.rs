@@ -27,11 +27,11 @@ use crate::known_tokens::{self, KnownTokens};
 use crate::migrate;
 use crate::query::query;
 
-/// How long a call waits for a connection.
+/// The time limit for getting a connection from the pool.
 const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a new connection and a sign of life may take.
+/// The time limit for a new connection, and for the check that the database answers.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a statement, a wait for a row lock included, may take on PostgreSQL.
+/// The time limit of a statement on PostgreSQL, its waits for row locks included.
 const STATEMENT_TIMEOUT: &str = "30s";
 const SQLITE_READERS: u32 = 4;
 const POSTGRES_CONNECTIONS: u32 = 16;

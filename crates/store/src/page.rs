@@ -33,12 +33,12 @@ pub(crate) enum StoredTime {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Place(StoredTime, String);
 
-/// How many rows to ask for: one more than the page has, to see whether there is a next one.
+/// The row limit of a page's query: one more than the page has, which shows whether there is a next page.
 pub(crate) fn rows_wanted(limit: u32) -> i64 {
     i64::from(limit.clamp(1, MAX_PAGE)) + 1
 }
 
-/// How many rows the page keeps of those.
+/// The most rows of one page.
 fn page_length(limit: u32) -> usize {
     limit.clamp(1, MAX_PAGE) as usize
 }

@@ -49,7 +49,7 @@ pub struct NewSnapshot {
     pub limits: ResourceLimits,
     /// Whether it holds the workspace's memory too.
     pub memory: bool,
-    /// When it was requested.
+    /// The time of its request.
     pub created_at: DateTime<Utc>,
 }
 

@@ -57,7 +57,7 @@ pub struct Spare {
     pub status: SpareStatus,
     /// The server that is making or removing it.
     pub owner: Option<ServerId>,
-    /// When it was begun.
+    /// The time its creation began.
     pub created_at: DateTime<Utc>,
 }
 

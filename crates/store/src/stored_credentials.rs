@@ -22,7 +22,7 @@ use crate::workspace_rows::WORKSPACES;
 
 /// A field of a workspace's metadata: true while the remote of its clone may hold a credential.
 pub const CREDENTIAL_IN_CLONE: &str = "credential_in_clone";
-/// How many rows are in memory at once.
+/// The number of rows in memory at once.
 const BATCH: i64 = 200;
 
 /// The new values of one row. A column without a credential is `None`.

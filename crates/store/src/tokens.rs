@@ -267,7 +267,7 @@ impl Store {
 
     /// Waits until a verified token is revoked or expires.
     pub async fn token_ended(&self, secret: &str, token: &Token) {
-        /// How often revocations by other servers are looked up.
+        /// The interval at which revocations by other servers are looked up.
         const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(400);
         let mut taken_away = self.known_tokens().watch();
         loop {

@@ -92,7 +92,7 @@ impl Store {
         Ok(rows)
     }
 
-    /// How many workspaces and MCP servers each provider has; those being destroyed don't count. Rows with a damaged provider
+    /// The number of workspaces and MCP servers of each provider; those being destroyed don't count. Rows with a damaged provider
     /// belong to none: they are in the lists as damaged, and in the log.
     pub async fn active_counts(&self) -> Result<BTreeMap<ProviderName, u64>> {
         let rows = query(

@@ -36,7 +36,7 @@ pub(crate) struct Machine {
     pub(crate) qmp: Qmp,
     pub(crate) qemu: Child,
     vsock: Option<Vsock>,
-    /// How many times vsock was plugged in.
+    /// The number of times that vsock was plugged in.
     plugged: u32,
 }
 

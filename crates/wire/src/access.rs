@@ -90,11 +90,11 @@ pub struct Token {
     /// Its scope.
     #[serde(flatten)]
     pub scope: TokenScope,
-    /// When it was made.
+    /// The time it was made.
     pub created_at: DateTime<Utc>,
-    /// When it stops working.
+    /// The time it expires.
     pub expires_at: Option<DateTime<Utc>>,
-    /// When it was last used (to the minute).
+    /// The time of its last use (to the minute).
     pub last_used_at: Option<DateTime<Utc>>,
 }
 

@@ -63,7 +63,7 @@ names!(
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Event {
-    /// When it happened.
+    /// The time of the event.
     pub at: DateTime<Utc>,
     /// Its kind.
     pub kind: EventKind,

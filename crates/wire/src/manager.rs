@@ -65,7 +65,7 @@ pub struct Machine {
     pub image: String,
     /// Its resource limits.
     pub limits: ResourceLimits,
-    /// How many CPUs it sees.
+    /// The number of CPUs it sees.
     pub vcpus: u32,
     /// Its network mode.
     pub network: NetworkMode,

@@ -34,7 +34,7 @@ pub const MAX_SHAPES: usize = 32;
 pub struct PoolShape {
     /// The target count.
     pub size: u32,
-    /// Which provider; the one that `auto` would choose unless given.
+    /// The provider; the one that `auto` would choose unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<ProviderChoice>,
     /// The image.

@@ -79,7 +79,7 @@ pub struct Snapshot {
     pub size_bytes: Option<u64>,
     /// Its status.
     pub status: SnapshotStatus,
-    /// When it was requested.
+    /// The time of its request.
     pub created_at: DateTime<Utc>,
 }
 

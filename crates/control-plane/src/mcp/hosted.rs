@@ -50,7 +50,7 @@ pub(crate) struct McpState {
     pub(crate) error: Option<String>,
 }
 
-/// How clients' messages reach the server's process.
+/// The transport of clients' messages to the server's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Transport {
     /// Through a bridge, over standard input and output.

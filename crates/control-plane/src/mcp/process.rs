@@ -24,7 +24,7 @@ const TAIL_LINES: usize = 20;
 /// The time that the agent has to end processes beyond their grace period.
 const SHUTDOWN_MARGIN: Duration = Duration::from_secs(8);
 
-/// How a process ended.
+/// The end of a process.
 #[derive(Clone, Debug)]
 pub(super) enum ProcessEnd {
     Exited(ServeAnswer),

@@ -105,7 +105,7 @@ pub(crate) fn damaged_setting(key: &str, reason: impl std::fmt::Display) -> Stor
     }
 }
 
-/// How a sandbox was lost.
+/// The way a sandbox was lost.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SandboxLost {
     /// The server ended it for this reason.

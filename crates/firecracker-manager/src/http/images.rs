@@ -14,7 +14,7 @@ use super::{App, run_to_end};
 #[derive(Deserialize, utoipa::IntoParams)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Settings {
-    /// What it runs by itself, and the variables it sets: `ImageSettings` as JSON.
+    /// Its default program, and the variables it sets: `ImageSettings` as JSON.
     settings: Option<String>,
 }
 

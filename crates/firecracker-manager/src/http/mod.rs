@@ -103,7 +103,7 @@ async fn nothing_here() -> ApiError {
     ApiError::new(ErrorCode::NotFound, "there is nothing at this address")
 }
 
-/// How the manager is doing.
+/// The health of the manager.
 #[utoipa::path(get, path = "/v1/health", tag = "manager",
     responses((status = 200, body = ManagerHealth), (status = "4XX", body = ErrorBody)))]
 async fn health(State(app): State<App>) -> Json<ManagerHealth> {

@@ -37,7 +37,7 @@ pub(super) struct Rules {
     matchers: [Gitignore; FILES.len() + 1],
 }
 
-/// Which ignore files a directory may have.
+/// The ignore files that a directory may have.
 #[derive(Clone, Copy)]
 pub(super) struct Sources {
     files: [bool; FILES.len()],

@@ -15,7 +15,7 @@ use crate::error::check_cancel;
 pub(super) struct Places {
     /// In order, not overlapping.
     pub(super) ranges: Vec<Range<usize>>,
-    /// How the line ends of the new text are converted.
+    /// The conversion of the line ends of the new text.
     pub(super) line_ends: NewLineEnds,
 }
 

@@ -91,12 +91,12 @@ impl<'a> Lines<'a> {
         self.lines[index].start as usize
     }
 
-    /// Where the line's text ends.
+    /// The offset of the end of the line's text.
     pub(super) fn end(&self, index: usize) -> usize {
         self.lines[index].end as usize
     }
 
-    /// Where the next line starts.
+    /// The offset of the next line.
     pub(super) fn next(&self, index: usize) -> usize {
         self.lines.get(index + 1).map_or(self.text.len(), |line| line.start as usize)
     }

@@ -37,7 +37,7 @@ pub struct RawReader {
     head: Vec<u8>,
     given: usize,
     file: File,
-    /// How many bytes after the head are read at most.
+    /// The most bytes that are still read after the head.
     left: u64,
     /// Whether the file must end where `left` does.
     must_end: bool,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 
-/// How often a lock is tried.
+/// The interval at which a lock is tried.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Locks a file until it is closed. False: it is locked by another process, or as another open file of this one.

@@ -32,7 +32,7 @@ pub const MAX_GIT_URL_BYTES: usize = 2048;
 const FORMS: &str = "must begin with https://, http://, ssh:// or git://, or have the form user@host:path";
 
 names!(
-    /// How git reaches a repository.
+    /// The transport of a repository URL.
     GitTransport {
         /// HTTP with TLS.
         Https = "https",
@@ -82,7 +82,7 @@ impl GitUrl {
         &self.text
     }
 
-    /// How git reaches it.
+    /// The transport of this URL.
     pub fn transport(&self) -> GitTransport {
         self.transport
     }

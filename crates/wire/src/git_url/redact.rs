@@ -86,7 +86,7 @@ fn strip(text: &str, nested: usize) -> String {
     let is_scheme = |c: char| c.is_ascii_alphanumeric() || "+-.".contains(c);
     let scheme = text[..at].trim_end_matches(is_scheme).len();
     let (before, scheme) = (&text[..scheme], &text[scheme..at]);
-    // What stands before the scheme is a quote or a name, unless somebody put a password there.
+    // The text before the scheme is a quote or a name, unless somebody put a password there.
     let before = before.rsplit_once('@').map_or(before, |(_, last)| last);
     let users = ["ssh", "git+ssh", "ssh+git"].iter().any(|name| scheme.eq_ignore_ascii_case(name));
     format!("{before}{scheme}://{}", strip_authority(&text[at + 3..], users, nested))

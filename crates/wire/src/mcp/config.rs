@@ -63,14 +63,14 @@ pub struct McpConfig {
     /// The path of its HTTP endpoint.
     #[serde(default)]
     pub path: Option<String>,
-    /// How clients share processes.
+    /// The sharing of processes by clients.
     pub mode: McpMode,
-    /// When it is started again.
+    /// The condition for a restart.
     pub restart_policy: RestartPolicy,
     /// Directories that outlive its containers.
     #[serde(default)]
     pub volumes: Vec<McpVolume>,
-    /// How long a call may take.
+    /// The time limit of a call.
     pub timeout_ms: u64,
     /// The names of its variables.
     #[serde(default)]

@@ -20,7 +20,7 @@ use crate::workspace::{
 };
 
 names!(
-    /// When a server whose process ended is started again.
+    /// The condition for a restart of a server whose process ended.
     RestartPolicy {
         /// Whenever it ends.
         Always = "always",
@@ -31,7 +31,7 @@ names!(
     }
 );
 names!(
-    /// How clients share processes.
+    /// The sharing of processes by clients.
     McpMode {
         /// All of them: cheap, but the server can't ask a client for anything (sampling, elicitation, roots).
         Shared = "shared",
@@ -64,17 +64,17 @@ names!(
 /// The default resource limits of a hosted server.
 pub const DEFAULT_LIMITS: ResourceLimits =
     ResourceLimits { cpu: CpuCount::from_millis(500), memory: ByteSize::mib(512), disk: ByteSize::gib(1) };
-/// How long a call may take unless the server or the call says so.
+/// The time limit of a call unless the server or the call has one.
 pub const DEFAULT_TIMEOUT_MS: u64 = 30_000;
 /// The longest time a call may be given.
 pub const MAX_TIMEOUT_MS: u64 = 24 * 3600 * 1000;
 /// The usual path of servers that speak HTTP themselves.
 pub const DEFAULT_PATH: &str = "/mcp";
-/// How a server's process ended.
+/// The end of a server's process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct McpExit {
-    /// When it happened.
+    /// The time it ended.
     pub at: DateTime<Utc>,
     /// Its exit code; null when a signal ended it, or it was never started.
     pub exit_code: Option<i32>,
@@ -102,7 +102,7 @@ pub struct McpServer {
     pub container_type: ContainerType,
     /// Always `persistent`.
     pub lifecycle: Lifecycle,
-    /// When it was registered.
+    /// The time of its registration.
     pub created_at: DateTime<Utc>,
     /// Always null: it lives until it is removed.
     pub expires_at: Option<DateTime<Utc>>,
@@ -118,9 +118,9 @@ pub struct McpServer {
     pub port: Option<u16>,
     /// The path of its HTTP endpoint.
     pub path: Option<String>,
-    /// How clients share processes.
+    /// The sharing of processes by clients.
     pub mode: McpMode,
-    /// When it is started again.
+    /// The condition for a restart.
     pub restart_policy: RestartPolicy,
     /// The names of its variables; the values are never shown.
     pub environment: Vec<String>,
@@ -130,7 +130,7 @@ pub struct McpServer {
     pub resource_limits: ResourceLimits,
     /// Its network mode.
     pub network: NetworkMode,
-    /// How long a call may take.
+    /// The time limit of a call.
     pub timeout_ms: u64,
     /// Its provider.
     pub provider: Option<ProviderName>,
@@ -142,15 +142,15 @@ pub struct McpServer {
     pub warnings: Vec<String>,
     /// The address of its Streamable HTTP endpoint on this server.
     pub endpoint: String,
-    /// When its process was started.
+    /// The start time of its process.
     pub started_at: Option<DateTime<Utc>>,
-    /// How often it was started again since this server began, or since a restart by hand.
+    /// The number of restarts since this server began, or since a restart by hand.
     pub restarts: u64,
-    /// How often its process ended in the last minute.
+    /// The number of times that its process ended in the last minute.
     pub recent_crashes: u64,
-    /// When it is started again, while it is held back.
+    /// The time of the next restart, while it is held back.
     pub next_restart_at: Option<DateTime<Utc>>,
-    /// How its process ended last.
+    /// The last end of its process.
     pub last_exit: Option<McpExit>,
     /// The problems.
     pub error: Option<String>,

@@ -40,10 +40,10 @@ pub struct RegisterMcpServer {
     /// The path of its endpoint then; `/mcp` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// How many clients use one process; `shared` unless given.
+    /// The sharing of processes by clients; `shared` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<McpMode>,
-    /// When it is started again; `always` unless given.
+    /// The condition for a restart; `always` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restart_policy: Option<RestartPolicy>,
     /// Variables it sees. Sealed at rest, never shown again.
@@ -58,10 +58,10 @@ pub struct RegisterMcpServer {
     /// Its network mode; `nat` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkMode>,
-    /// How long a call may take; 30 s unless given.
+    /// The time limit of a call; 30 s unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// Which provider; `auto` unless given.
+    /// The provider; `auto` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<ProviderChoice>,
 }

@@ -47,7 +47,7 @@ pub struct BashAnswer {
     /// The signal that ended the command, if one did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// How long the command ran.
+    /// The run time of the command.
     pub duration_ms: u64,
     /// Whether stdout or stderr was cut.
     pub truncated: bool,
@@ -100,7 +100,7 @@ pub struct OperationAnswer {
     /// The signal that ended it, if one did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub signal: Option<String>,
-    /// How long it ran or has been running.
+    /// Its run time, until now if it still runs.
     pub duration_ms: u64,
     /// A time-out ended it.
     #[serde(default)]

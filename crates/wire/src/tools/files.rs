@@ -17,7 +17,7 @@ pub struct ReadRequest {
     /// The first line to show, from 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub offset: Option<u64>,
-    /// How many lines to show; 2000 unless given.
+    /// The most lines to show; 2000 unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<u64>,
     /// Give the exact bytes, base64, instead of numbered lines.
@@ -49,12 +49,12 @@ pub struct ReadAnswer {
     /// The line to pass as `offset` to read on, when truncated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next_offset: Option<u64>,
-    /// How to go on, in words.
+    /// The next step for the caller, in words.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
-/// How `content` of write is written in JSON.
+/// The encoding of the `content` of write in JSON.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub enum ContentEncoding {
@@ -77,7 +77,7 @@ pub struct WriteRequest {
     pub file_path: String,
     /// The new content, at most 64 MiB.
     pub content: String,
-    /// How `content` is written here.
+    /// The encoding of `content`.
     #[serde(default)]
     pub encoding: ContentEncoding,
 }
@@ -130,7 +130,7 @@ pub struct EditAnswer {
     pub replacements: u64,
     /// The change as a unified diff (cut at 50 KiB).
     pub diff: String,
-    /// Which matcher found `old_string`: `exact`, `line_trimmed`, ….
+    /// The matcher that found `old_string`: `exact`, `line_trimmed`, ….
     pub matched_by: String,
     /// SHA-256 of the file now.
     pub sha256: String,

@@ -29,11 +29,11 @@ pub const AGENT_DIR: &str = "/.emergent";
 pub const AGENT_FILES: &str = ".emergent";
 /// The directory in which the guest agent saves the output of commands.
 pub const OUTPUT_DIR: &str = "/workspace/.emergent/output";
-/// How much of each output stream an answer of bash holds; more is cut in the middle.
+/// The most bytes of each output stream in an answer of bash; more is cut in the middle.
 pub const MAX_STREAM_BYTES: usize = 50 * 1024;
-/// How much text an answer of read holds.
+/// The most bytes of text in an answer of read.
 pub const MAX_READ_BYTES: usize = 50 * 1024;
-/// How many characters of one line read and grep show.
+/// The most characters of one line that read and grep show.
 pub const MAX_LINE_CHARS: usize = 2000;
 /// The largest file that write makes, edit changes, and read hands out raw.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -47,13 +47,13 @@ pub const DEFAULT_READ_LINES: u64 = 2000;
 pub const DEFAULT_MATCHES: u32 = 100;
 /// The most entries that can be asked for.
 pub const MAX_MATCHES: u32 = 10_000;
-/// How long a command runs when the caller does not say.
+/// The time limit of a command unless the caller gives one.
 pub const DEFAULT_TIMEOUT_MS: u64 = 120_000;
 /// The longest a command in the foreground may run.
 pub const MAX_TIMEOUT_MS: u64 = 600_000;
 /// The longest a command in the background may run when a time-out is given; without one it may run for ever.
 pub const MAX_BACKGROUND_TIMEOUT_MS: u64 = 7 * 24 * 3_600_000;
-/// How long a command that is told to end (SIGTERM) has until it is killed (SIGKILL).
+/// The time between SIGTERM and SIGKILL when a command is ended.
 pub const TERMINATE_GRACE_MS: u64 = 5_000;
 /// Variables one call may set.
 pub const MAX_ENVIRONMENT_ENTRIES: usize = 256;

@@ -16,7 +16,7 @@ pub struct GlobRequest {
     /// The directory to search; `/workspace` unless given.
     #[serde(default, alias = "file_path", skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// How many paths to give; 100 unless given.
+    /// The most paths in the answer; 100 unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<u32>,
 }
@@ -27,7 +27,7 @@ pub struct GlobRequest {
 pub struct GlobAnswer {
     /// Absolute paths, newest first.
     pub matches: Vec<String>,
-    /// How many `matches` holds.
+    /// The number of entries of `matches`.
     pub count: u64,
     /// Whether more files matched.
     pub truncated: bool,
@@ -46,7 +46,7 @@ pub struct GrepRequest {
     /// Only files whose name or path matches this glob, such as `*.rs`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub include: Option<String>,
-    /// How many matching lines to give; 100 unless given.
+    /// The most matching lines in the answer; 100 unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit: Option<u32>,
     /// Ignore the case of letters.

@@ -25,13 +25,13 @@ pub struct CreateWorkspace {
     /// The branch, tag or commit to check out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub branch: Option<String>,
-    /// Which provider; `auto` unless given.
+    /// The provider; `auto` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider: Option<ProviderChoice>,
-    /// Who operates the host; the installation's own mode unless given.
+    /// The operator of the host; the installation's own mode unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deployment_mode: Option<DeploymentMode>,
-    /// How strong the isolation must be; `standard` unless given.
+    /// The least isolation; `standard` unless given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub security_level: Option<SecurityLevel>,
     /// Its resource limits.

@@ -34,7 +34,7 @@ names!(
     }
 );
 names!(
-    /// Who operates the hosts.
+    /// The operator of the hosts.
     DeploymentMode {
         /// The installation's own hosts.
         SelfHosted = "self-hosted",
@@ -52,7 +52,7 @@ names!(
     }
 );
 names!(
-    /// How long a workspace lives.
+    /// The lifetime of a workspace.
     Lifecycle {
         /// Until it expires.
         Ephemeral = "ephemeral",
@@ -101,17 +101,17 @@ pub struct Workspace {
     pub repository_url: Option<String>,
     /// The branch, tag or commit that was checked out.
     pub branch: Option<String>,
-    /// Who operates the host.
+    /// The operator of the host.
     pub deployment_mode: DeploymentMode,
-    /// How long it lives.
+    /// Its lifetime.
     pub lifecycle: Lifecycle,
     /// Its status.
     pub status: WorkspaceStatus,
-    /// When it was requested.
+    /// The time of its request.
     pub created_at: DateTime<Utc>,
-    /// When it was last used.
+    /// The time of its last use.
     pub last_used_at: DateTime<Utc>,
-    /// When it expires unless used.
+    /// The time it expires unless used.
     pub expires_at: Option<DateTime<Utc>>,
     /// Its resource limits.
     pub resource_limits: ResourceLimits,
@@ -128,7 +128,7 @@ pub struct Workspace {
     pub placement: Option<Placement>,
     /// Its holder; null while it is not attached.
     pub attached_to: Option<String>,
-    /// When it was attached; null while it is not.
+    /// The time it was attached; null while it is not.
     pub attached_at: Option<DateTime<Utc>>,
     /// Its current usage; only when one workspace is asked for, and it runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -153,7 +153,7 @@ pub struct Usage {
     pub processes: u64,
     /// Commands that run in the background.
     pub running_operations: u64,
-    /// When this was measured.
+    /// The time of the measurement.
     pub measured_at: DateTime<Utc>,
 }
 

@@ -19,7 +19,7 @@ names!(
     }
 );
 names!(
-    /// Which provider a request asks for.
+    /// The provider that a request asks for.
     ProviderChoice {
         /// The best one that is healthy.
         Auto = "auto",
@@ -34,7 +34,7 @@ names!(
     }
 );
 names!(
-    /// How strong the isolation must be at least.
+    /// The least isolation that a request accepts.
     SecurityLevel {
         /// Whatever the installation offers.
         Standard = "standard",
@@ -43,7 +43,7 @@ names!(
     }
 );
 names!(
-    /// How a sandbox is separated from the host.
+    /// The isolation of a sandbox from the host.
     IsolationLevel {
         /// Its own kernel on hardware virtualisation.
         Microvm = "microvm",
@@ -125,7 +125,7 @@ pub struct ProviderInfo {
     pub status: ProviderStatus,
     /// The problem, or a note.
     pub message: Option<String>,
-    /// When it was last checked.
+    /// The time of the last check.
     pub last_check: Option<DateTime<Utc>>,
     /// Workspaces it runs for this installation.
     pub active_workspaces: u64,
@@ -151,7 +151,7 @@ pub struct AvailableResources {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Capabilities {
-    /// How its sandboxes are separated from the host.
+    /// The isolation of its sandboxes from the host.
     pub isolation: IsolationLevel,
     /// Files survive stop and resume.
     pub persistence: bool,
@@ -171,7 +171,7 @@ pub struct Capabilities {
 }
 
 names!(
-    /// How the disk limit is enforced.
+    /// The kind of a disk limit.
     DiskQuota {
         /// Writes over the limit fail with ENOSPC.
         Enforced = "enforced",
