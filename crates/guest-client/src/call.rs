@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use emergent_guest_protocol::{AgentTooOld, Frame, Kind, data_cost};
-use emergent_wire::{ErrorCode, ErrorDetail};
+use emergent_wire::ErrorDetail;
 use serde::de::DeserializeOwned;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tracing::Span;
@@ -223,19 +223,5 @@ impl CallError {
     /// Notes the code in the span of the call. The message is left out, because the guest can write anything into it.
     pub(crate) fn record_in(&self, span: &Span) {
         span.record("error_code", self.code().as_str());
-    }
-}
-
-impl From<CallError> for ErrorDetail {
-    fn from(error: CallError) -> Self {
-        let code = error.code();
-        match error {
-            CallError::Failed(detail) => detail,
-            CallError::Lost(_) => ErrorDetail::new(
-                code,
-                format!("{error}; the call may have had effects: look before you repeat it"),
-            ),
-            CallError::AgentTooOld(_) | CallError::Garbled(_) => ErrorDetail::new(code, error.to_string()),
-        }
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! `Display` names the problem and, where the operator can act, the next step. The cause is the `source`.
 
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -15,6 +16,42 @@ use crate::tokens::TokenRefusal;
 /// The result of a store call.
 pub type Result<T> = std::result::Result<T, StoreError>;
 
+/// A kind of row that a caller names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowKind {
+    /// A workspace.
+    Workspace,
+    /// A hosted MCP server.
+    McpServer,
+    /// A snapshot.
+    Snapshot,
+    /// An access token.
+    Token,
+    /// A project.
+    Project,
+    /// A session.
+    Session,
+    /// A setting.
+    Setting,
+    /// The key of an idempotent request in progress.
+    IdempotencyKey,
+}
+
+impl fmt::Display for RowKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Workspace => "workspace",
+            Self::McpServer => "MCP server",
+            Self::Snapshot => "snapshot",
+            Self::Token => "token",
+            Self::Project => "project",
+            Self::Session => "session",
+            Self::Setting => "setting",
+            Self::IdempotencyKey => "idempotency key in progress",
+        })
+    }
+}
+
 /// Why a store call failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -22,8 +59,8 @@ pub enum StoreError {
     /// The row does not exist.
     #[error("there is no {kind} {id}")]
     NotFound {
-        /// The kind of row: `workspace`, `token`, …
-        kind: &'static str,
+        /// The kind of row.
+        kind: RowKind,
         /// Its id.
         id: String,
     },
@@ -176,7 +213,7 @@ impl StoreError {
     }
 
     pub(crate) fn no_workspace(id: WorkspaceId) -> Self {
-        Self::NotFound { kind: "workspace", id: id.to_string() }
+        Self::NotFound { kind: RowKind::Workspace, id: id.to_string() }
     }
 }
 

@@ -24,7 +24,7 @@ use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
 use crate::db::Lock;
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::query::query;
 use crate::row::{Reader, Row};
@@ -212,7 +212,7 @@ impl Store {
         .execute(&mut self.db().writer().await?)
         .await?;
         if finished == 0 {
-            let (kind, id) = ("idempotency key in progress", hex::encode(&request.key_hash));
+            let (kind, id) = (RowKind::IdempotencyKey, hex::encode(&request.key_hash));
             return Err(StoreError::NotFound { kind, id });
         }
         Ok(())

@@ -44,7 +44,7 @@ pub use audit::{AuditEntry, AuditFilter, AuditOutcome, AuditPage, AuditRecord};
 pub use audit_chain::{AuditAnchor, AuditFault, BrokenAudit};
 pub use audit_export::{BrokenExport, ExportFault, ExportSummary, ExportVerifier, verify_export};
 pub use audit_retention::{AuditRange, PrunedRange};
-pub use error::{Result, StoreError};
+pub use error::{Result, RowKind, StoreError};
 pub use idempotency::{
     Begun, EarlierRequest, IDEMPOTENCY_KEY_LIFETIME, IdempotencyStatus, IdempotentRequest,
     MAX_IDEMPOTENCY_KEY_BYTES, MAX_IDEMPOTENCY_KEYS,

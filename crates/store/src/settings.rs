@@ -6,7 +6,7 @@ use emergent_wire::id::InstallationId;
 use uuid::Uuid;
 
 use crate::db::{Connection, Lock};
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::query::query;
 use crate::row::Reader;
@@ -90,7 +90,9 @@ impl Store {
             .bind(value)
             .execute(&mut self.db().writer().await?)
             .await?;
-        self.setting(key).await?.ok_or_else(|| StoreError::NotFound { kind: "setting", id: key.to_owned() })
+        self.setting(key)
+            .await?
+            .ok_or_else(|| StoreError::NotFound { kind: RowKind::Setting, id: key.to_owned() })
     }
 }
 

@@ -16,7 +16,7 @@ use emergent_wire::snapshot::{Snapshot, SnapshotList, SnapshotStatus};
 use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
 use sqlx::types::Json;
 
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::page;
 use crate::query::{Table, query};
@@ -83,7 +83,7 @@ impl SnapshotRecord {
 }
 
 fn missing(id: SnapshotId) -> StoreError {
-    StoreError::NotFound { kind: "snapshot", id: id.to_string() }
+    StoreError::NotFound { kind: RowKind::Snapshot, id: id.to_string() }
 }
 
 impl Store {

@@ -17,7 +17,7 @@ use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
 use crate::db::{Connection, Lock};
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::query::{Table, query};
 use crate::row::{Reader, Row};
@@ -336,7 +336,7 @@ impl Store {
                     .fetch_optional(connection)
                     .await?;
                 let Some(row) = row else {
-                    let (kind, id) = ("token", id.to_string());
+                    let (kind, id) = (RowKind::Token, id.to_string());
                     return Err(StoreError::NotFound { kind, id });
                 };
                 let token = TokenRow::from_row(&row)?.token;
@@ -386,9 +386,9 @@ impl<'a> Secret<'a> {
 /// The token names something that does not exist.
 fn missing(scope: TokenScope) -> StoreError {
     let (kind, id) = match scope {
-        TokenScope::Admin => ("token", String::new()),
-        TokenScope::Project { project_id } => ("project", project_id.to_string()),
-        TokenScope::Session { session_id, .. } => ("session", session_id.to_string()),
+        TokenScope::Admin => (RowKind::Token, String::new()),
+        TokenScope::Project { project_id } => (RowKind::Project, project_id.to_string()),
+        TokenScope::Session { session_id, .. } => (RowKind::Session, session_id.to_string()),
         TokenScope::Workspace { workspace_id } => return StoreError::no_workspace(workspace_id),
     };
     StoreError::NotFound { kind, id }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use sqlx::types::Json;
 
 use crate::db::{Connection, Lock};
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::query::query;
 use crate::types::{clean, clean_json, json_of};
@@ -99,7 +99,7 @@ impl Store {
             (StoreError::Database(sqlx::Error::Database(error)), Some(session))
                 if error.is_foreign_key_violation() =>
             {
-                let (kind, id) = ("session", session.to_string());
+                let (kind, id) = (RowKind::Session, session.to_string());
                 StoreError::NotFound { kind, id }
             }
             (StoreError::Database(sqlx::Error::Database(error)), _) if error.is_unique_violation() => {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use emergent_wire::WorkspaceId;
 use emergent_wire::workspace::{ContainerType, ProviderName, Workspace, WorkspaceList, WorkspaceStatus};
 
-use crate::error::{Result, StoreError};
+use crate::error::{Result, RowKind, StoreError};
 use crate::open::Store;
 use crate::page;
 use crate::query::query;
@@ -37,7 +37,7 @@ impl Store {
             .bind(clean(name))
             .fetch_optional(&mut self.db().reader().await?)
             .await?;
-        let missing = || StoreError::NotFound { kind: "MCP server", id: name.to_owned() };
+        let missing = || StoreError::NotFound { kind: RowKind::McpServer, id: name.to_owned() };
         WorkspaceRecord::from_row(&row.ok_or_else(missing)?)
     }
 

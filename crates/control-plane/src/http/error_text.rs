@@ -2,7 +2,7 @@
 //! advice that names one is here. Conversions do not log ([`ApiError`](super::error::ApiError) does).
 
 use emergent_guest_client::CallError;
-use emergent_store::StoreError;
+use emergent_store::{RowKind, StoreError};
 use emergent_wire::ErrorDetail;
 use emergent_wire::workspace::{RejectedCandidate, WorkspaceStatus};
 use serde_json::{Value, json};
@@ -148,7 +148,7 @@ fn of_failures(failures: Vec<(RejectedCandidate, WorkspaceError)>) -> ErrorDetai
 pub(super) fn of_store(error: &StoreError) -> ErrorDetail {
     let message = match error {
         StoreError::NotFound { kind, .. } => {
-            format!("{error}: find the right one with GET /api/v1/{}", list_path(kind))
+            format!("{error}: find the right one with GET /api/v1/{}", list_path(*kind))
         }
         StoreError::LimitReached { .. } => {
             format!("{error}: destroy workspaces that are not needed, or wait until one is")
@@ -175,12 +175,16 @@ pub(super) fn is_internal(error: &StoreError) -> bool {
 }
 
 /// The address of the list of a kind of row.
-fn list_path(kind: &str) -> &'static str {
+fn list_path(kind: RowKind) -> &'static str {
     match kind {
-        "token" => "tokens",
-        "snapshot" => "agent/workspaces/snapshots",
-        "MCP server" => "mcp/servers",
-        _ => "agent/workspaces",
+        RowKind::Token => "tokens",
+        RowKind::Snapshot => "agent/workspaces/snapshots",
+        RowKind::McpServer => "mcp/servers",
+        RowKind::Workspace
+        | RowKind::Project
+        | RowKind::Session
+        | RowKind::Setting
+        | RowKind::IdempotencyKey => "agent/workspaces",
     }
 }
 

@@ -1,7 +1,7 @@
 //! Snapshots.
 
 use chrono::TimeDelta;
-use emergent_store::{NewSnapshot, StoreError};
+use emergent_store::{NewSnapshot, RowKind, StoreError};
 use emergent_wire::id::ServerId;
 use emergent_wire::snapshot::SnapshotStatus;
 use emergent_wire::workspace::{NetworkMode, ProviderName, ResourceLimits};
@@ -43,7 +43,7 @@ pub(crate) async fn a_snapshot_is_made_used_and_removed(db: TestDb) {
     assert!(!store.withdraw_snapshot(made.id, None).await.unwrap());
     store.delete_snapshot(made.id).await.unwrap();
     let gone = store.snapshot(made.id).await;
-    assert!(matches!(gone, Err(StoreError::NotFound { kind: "snapshot", .. })), "{gone:?}");
+    assert!(matches!(gone, Err(StoreError::NotFound { kind: RowKind::Snapshot, .. })), "{gone:?}");
 }
 
 pub(crate) async fn snapshots_come_in_pages_and_by_workspace(db: TestDb) {

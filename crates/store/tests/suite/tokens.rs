@@ -1,7 +1,7 @@
 //! Access tokens.
 
 use chrono::{DateTime, TimeDelta, Utc};
-use emergent_store::{NewToken, Result, StoreError, TOKEN_PREFIX, TokenRefusal};
+use emergent_store::{NewToken, Result, RowKind, StoreError, TOKEN_PREFIX, TokenRefusal};
 use emergent_wire::access::{Token, TokenScope};
 use emergent_wire::id::{ProjectId, SessionId};
 use emergent_wire::{TokenId, WorkspaceId};
@@ -50,7 +50,7 @@ pub(crate) async fn a_token_is_shown_once_and_verified(db: TestDb) {
     assert_eq!(names, ["ci", "session"]);
     let request = bound_to(WorkspaceId::generate(), "nowhere");
     let error = store.create_token(&request, now()).await.unwrap_err();
-    assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
+    assert!(matches!(error, StoreError::NotFound { kind: RowKind::Workspace, .. }), "{error}");
 }
 
 pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
@@ -72,7 +72,7 @@ pub(crate) async fn expired_and_revoked_tokens_are_refused(db: TestDb) {
     for id in [long.token.id, TokenId::generate()] {
         assert!(!store.is_token_usable(id, now()).await.unwrap());
         let error = store.revoke_token(id, now()).await.unwrap_err();
-        assert!(matches!(error, StoreError::NotFound { kind: "token", .. }), "{error}");
+        assert!(matches!(error, StoreError::NotFound { kind: RowKind::Token, .. }), "{error}");
     }
     let left: Vec<_> = store.tokens().await.unwrap().readable.into_iter().map(|token| token.name).collect();
     assert_eq!(left, ["short"]);
@@ -136,7 +136,10 @@ pub(crate) async fn tokens_of_projects_and_sessions_go_with_them(db: TestDb) {
         };
         let error =
             db.store.create_token(&NewToken { scope: missing, ..admin("none") }, now()).await.unwrap_err();
-        assert!(matches!(error, StoreError::NotFound { kind: "project" | "session", .. }), "{error}");
+        assert!(
+            matches!(error, StoreError::NotFound { kind: RowKind::Project | RowKind::Session, .. }),
+            "{error}"
+        );
     }
     assert_eq!(db.store.tokens().await.unwrap().readable.len(), 3);
     db.sql("DELETE FROM projects").await;
@@ -247,7 +250,7 @@ pub(crate) async fn a_token_is_replaced_by_one_with_its_name(db: TestDb) {
     assert!(matches!(error, StoreError::Conflict { .. }), "{error}");
     let request = bound_to(WorkspaceId::generate(), "nowhere");
     let error = store.replace_token(&request, now()).await.unwrap_err();
-    assert!(matches!(error, StoreError::NotFound { kind: "workspace", .. }), "{error}");
+    assert!(matches!(error, StoreError::NotFound { kind: RowKind::Workspace, .. }), "{error}");
     store.verify_token(&second.secret, now()).await.unwrap();
 
     // Servers that renew at once take turns; the last one's token stays.

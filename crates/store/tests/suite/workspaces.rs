@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use chrono::{DateTime, TimeDelta, Utc};
-use emergent_store::{NewWorkspace, SealError, SealingKey, StoreError, WorkspaceFilter};
+use emergent_store::{NewWorkspace, RowKind, SealError, SealingKey, StoreError, WorkspaceFilter};
 use emergent_wire::id::{SessionId, SnapshotId};
 use emergent_wire::mcp::{McpConfig, RegisterMcpServer};
 use emergent_wire::workspace::{
@@ -188,7 +188,7 @@ pub(crate) async fn an_id_is_used_once_and_a_session_must_exist(db: TestDb) {
     assert!(matches!(error, StoreError::Conflict { kind: "workspace", .. }), "{error}");
     let new = NewWorkspace { agent_session_id: Some(SessionId::generate()), ..agent() };
     let error = db.store.insert_creating(new, None).await.unwrap_err();
-    assert!(matches!(error, StoreError::NotFound { kind: "session", .. }), "{error}");
+    assert!(matches!(error, StoreError::NotFound { kind: RowKind::Session, .. }), "{error}");
 }
 
 /// All pages, and how many rows each had.
