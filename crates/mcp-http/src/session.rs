@@ -79,7 +79,8 @@ impl<C: Caller> Session<C> {
         let standalone = Arc::new(EventLog::default());
         let ended = CancellationToken::new();
         if let Some(notifications) = notifications {
-            tokio::spawn(collect(notifications, Arc::clone(&standalone), ended.clone()));
+            let collect = collect(notifications, Arc::clone(&standalone), ended.clone());
+            tokio::spawn(collect.in_current_span());
         }
         let logs = HashMap::from([(STANDALONE, standalone)]);
         Arc::new(Self {
@@ -260,7 +261,7 @@ impl<C: Caller> Drop for RunningRequest<C> {
         // Without a runtime the server ends, and its requests with it.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         // No client has an id of an event of this request, so nobody can come back for its answer.
-        runtime.spawn(discard(exchange, session));
+        runtime.spawn(discard(exchange, session).in_current_span());
     }
 }
 
