@@ -3,9 +3,7 @@
 //! Domain modules return their own errors and know no codes. Texts for callers are in `http/error_text.rs`, the HTTP
 //! status of a code is `ErrorCode::http_status`.
 
-use emergent_guest_client::CallError;
 use emergent_mcp_bridge::BridgeError;
-use emergent_providers::ProviderError;
 use emergent_store::StoreError;
 use emergent_wire::ErrorCode;
 use emergent_wire::workspace::RejectedCandidate;
@@ -36,9 +34,9 @@ impl WorkspaceError {
     pub(crate) fn code(&self) -> ErrorCode {
         match self {
             Self::Store(error) => of_store(error),
-            Self::Provider(error) | Self::NotRestarted { error, .. } => of_provider(error),
-            Self::Call(error) => of_call(error),
-            Self::Checkout(error) => of_call(&error.0),
+            Self::Provider(error) | Self::NotRestarted { error, .. } => error.code(),
+            Self::Call(error) => error.code(),
+            Self::Checkout(error) => error.0.code(),
             Self::Invalid(detail) => detail.code,
             Self::NoProvider(error) if error.is_permanent => ErrorCode::Unacceptable,
             Self::NoProvider(_) | Self::ProviderDisabled(_) => ErrorCode::Unavailable,
@@ -111,27 +109,6 @@ fn of_failures(failures: &[(RejectedCandidate, WorkspaceError)]) -> ErrorCode {
     let mut codes = failures.iter().map(|(_, error)| error.code());
     let first = codes.next().unwrap_or(ErrorCode::ProviderFailed);
     if codes.all(|code| code == first) { first } else { ErrorCode::ProviderFailed }
-}
-
-fn of_provider(error: &ProviderError) -> ErrorCode {
-    match error {
-        ProviderError::Unavailable(_) => ErrorCode::Unavailable,
-        ProviderError::Unacceptable(_) => ErrorCode::Unacceptable,
-        ProviderError::NoRoom(_) => ErrorCode::HostDiskFull,
-        ProviderError::TimedOut { .. } => ErrorCode::DeadlineExceeded,
-        ProviderError::NotRunning(_)
-        | ProviderError::Gone(_)
-        | ProviderError::Unresponsive(_)
-        | ProviderError::Failed { .. } => ErrorCode::ProviderFailed,
-    }
-}
-
-fn of_call(error: &CallError) -> ErrorCode {
-    match error {
-        CallError::Failed(detail) => detail.code,
-        CallError::AgentTooOld(_) => ErrorCode::WrongState,
-        CallError::Lost(_) | CallError::Garbled(_) => ErrorCode::SandboxLost,
-    }
 }
 
 fn of_bridge(error: &BridgeError) -> ErrorCode {

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use emergent_guest_protocol::{AgentTooOld, Frame, Kind, data_cost};
-use emergent_wire::ErrorDetail;
+use emergent_wire::{ErrorCode, ErrorDetail};
 use serde::de::DeserializeOwned;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tracing::Span;
@@ -212,7 +212,7 @@ pub(crate) fn parse_json<T: DeserializeOwned>(json: &[u8]) -> Result<T, String> 
 
 impl CallError {
     /// The code that callers of the server get.
-    fn code(&self) -> ErrorCode {
+    pub fn code(&self) -> ErrorCode {
         match self {
             Self::Failed(detail) => detail.code,
             Self::AgentTooOld(_) => ErrorCode::WrongState,

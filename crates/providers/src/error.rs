@@ -1,5 +1,7 @@
 //! The errors of providers.
 
+use emergent_wire::ErrorCode;
+
 /// The reason why a provider could not do something.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum ProviderError {
@@ -43,5 +45,18 @@ impl ProviderError {
     /// A step that failed.
     pub(crate) fn failed(what: &'static str, reason: impl std::fmt::Display) -> Self {
         Self::Failed { what, reason: reason.to_string() }
+    }
+
+    /// The code that callers of the server get.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::Unavailable(_) => ErrorCode::Unavailable,
+            Self::Unacceptable(_) => ErrorCode::Unacceptable,
+            Self::NoRoom(_) => ErrorCode::HostDiskFull,
+            Self::TimedOut { .. } => ErrorCode::DeadlineExceeded,
+            Self::NotRunning(_) | Self::Gone(_) | Self::Unresponsive(_) | Self::Failed { .. } => {
+                ErrorCode::ProviderFailed
+            }
+        }
     }
 }
