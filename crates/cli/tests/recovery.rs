@@ -6,7 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use emergent_test_support::command::run;
-use emergent_test_support::server::{TestServer, WORKSPACES};
+use emergent_test_support::server::{POOL, TestServer, WORKSPACES};
 use emergent_test_support::wait::wait_until;
 use serde_json::{Value, json};
 
@@ -183,6 +183,30 @@ async fn orphaned_container_is_removed_after_the_grace_period_and_foreign_ones_a
     run("docker", &["rm", &foreign]);
     assert_eq!(server.bash(&id, "echo alive").await, "alive\n");
     server.destroy(&id).await;
+    server.stop();
+}
+
+#[tokio::test]
+async fn damaged_spare_is_listed_as_unreadable() {
+    let mut server = TestServer::start(BINARY).await;
+    server.kill();
+    let id = "0193e1a0-0000-7000-8000-000000000001";
+    let columns = "id, provider, image, image_digest, network, resource_limits, status";
+    let values = format!("'{id}', 'docker', 'image', 'digest', 'lost', '{{}}', 'ready'");
+    server.sql(&format!("INSERT INTO warm_spares ({columns}) VALUES ({values})")).await;
+    server.start_again().await;
+    let pool = server.request("GET", POOL, None).await.ok();
+    assert_eq!(pool["unreadable"][0]["id"], id, "{pool}");
+    let error = pool["unreadable"][0]["error"].as_str().unwrap();
+    assert!(error.contains("column network is damaged"), "{error}");
+    let mut show = Command::new(BINARY);
+    let output = show.args(["pool", "show"]).env("EMERGENT_DATA_DIR", server.data_dir()).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && stderr.contains("column network is damaged"), "{stderr}");
+    server.kill();
+    server.sql(&format!("DELETE FROM warm_spares WHERE id = '{id}'")).await;
+    server.start_again().await;
+    assert!(server.request("GET", POOL, None).await.ok().get("unreadable").is_none());
     server.stop();
 }
 

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{ErrorCode, ErrorDetail};
 use crate::names::names;
 use crate::object;
+use crate::unreadable::UnreadableRow;
 use crate::validate::Validate;
 use crate::workspace::{
     CreateWorkspace, NetworkMode, ProviderChoice, ProviderName, RequestedLimits, ResourceLimits,
@@ -109,4 +110,7 @@ pub struct PoolStatus {
     pub shapes: Vec<ShapeStatus>,
     /// Spares of kinds that are no longer in the target. They are being removed.
     pub leaving: u32,
+    /// Spares that can't be read. Nothing is done with them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub unreadable: Vec<UnreadableRow>,
 }

@@ -409,7 +409,8 @@ impl Pool {
     /// The target and the spares.
     pub(crate) async fn status(&self) -> Result<PoolStatus> {
         let (target, set_at_run_time) = self.target().await?;
-        let spares = self.context.store.spares().await?.readable;
+        let rows = self.context.store.spares().await?;
+        let (spares, unreadable) = (rows.readable, rows.unreadable.into_iter().map(Into::into).collect());
         let failing = self.failing.lock().clone();
         let mut matched = 0;
         let mut shapes = Vec::new();
@@ -437,7 +438,7 @@ impl Pool {
             });
         }
         let all = u32::try_from(spares.len()).unwrap_or(u32::MAX);
-        Ok(PoolStatus { set_at_run_time, shapes, leaving: all.saturating_sub(matched) })
+        Ok(PoolStatus { set_at_run_time, shapes, leaving: all.saturating_sub(matched), unreadable })
     }
 
     /// The specification of a spare's sandbox. It has no variables, because it has no workspace yet.
