@@ -95,6 +95,7 @@ async fn full_disk_refuses_writes_and_allows_removals() {
     fill(&directory, "more", 40);
     let (status, health) = ready(&server).await;
     assert_eq!((status, &health["status"]), (503, &json!("the host's disk is full")));
+    assert_eq!(health["code"], "host_disk_full");
     wait_for_log(&server, "the host's disk is full: ").await;
     let large = "x".repeat(20 << 20);
     for request in

@@ -21,14 +21,29 @@ use crate::workspace::DiskLevel;
 pub(super) struct Health {
     /// `ok`, or the problem.
     status: String,
+    /// The kind of the problem. Absent if there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    code: Option<HealthCode>,
     /// Conditions that will become problems.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
 }
 
+/// The reason why the server is not ready.
+#[derive(Clone, Copy, Debug, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum HealthCode {
+    /// The first recovery pass has not ended.
+    Starting,
+    /// The database does not answer.
+    DatabaseUnavailable,
+    /// The host's disk is full. Requests that need no room are answered.
+    HostDiskFull,
+}
+
 impl Health {
-    fn new(status: impl Into<String>) -> Self {
-        Self { status: status.into(), warnings: Vec::new() }
+    fn ok() -> Self {
+        Self { status: "ok".to_owned(), code: None, warnings: Vec::new() }
     }
 }
 
@@ -37,7 +52,7 @@ pub(super) const LIVE: RouteRule = RouteRule::open("health.live");
 /// Check whether the process answers.
 #[utoipa::path(get, path = "/health/live", tag = "operations", security(()), responses((status = 200, body = Health)))]
 pub(super) async fn live() -> Json<Health> {
-    Json(Health::new("ok"))
+    Json(Health::ok())
 }
 
 pub(super) const READY: RouteRule = RouteRule::open("health.ready");
@@ -47,21 +62,24 @@ pub(super) const READY: RouteRule = RouteRule::open("health.ready");
 #[utoipa::path(get, path = "/health/ready", tag = "operations", security(()),
     responses((status = 200, body = Health), (status = 503, body = Health)))]
 pub(super) async fn ready(State(app): State<App>) -> (StatusCode, Json<Health>) {
-    let refuse = |status: &str| (StatusCode::SERVICE_UNAVAILABLE, Json(Health::new(status)));
+    let refuse = |code, status: &str| {
+        let health = Health { status: status.to_owned(), code: Some(code), ..Health::ok() };
+        (StatusCode::SERVICE_UNAVAILABLE, Json(health))
+    };
     if !app.ready.load(Ordering::Relaxed) {
-        return refuse("starting");
+        return refuse(HealthCode::Starting, "starting");
     }
     if app.workspaces.context.store.ping().await.is_err() {
-        return refuse("the database does not answer");
+        return refuse(HealthCode::DatabaseUnavailable, "the database does not answer");
     }
     // The client may have no token, so the answer has neither paths nor numbers.
     match app.workspaces.disk_space.level() {
-        DiskLevel::Full => refuse("the host's disk is full"),
+        DiskLevel::Full => refuse(HealthCode::HostDiskFull, "the host's disk is full"),
         DiskLevel::Low => {
             let warnings = vec!["the host's disk is nearly full".to_owned()];
-            (StatusCode::OK, Json(Health { warnings, ..Health::new("ok") }))
+            (StatusCode::OK, Json(Health { warnings, ..Health::ok() }))
         }
-        DiskLevel::Enough => (StatusCode::OK, Json(Health::new("ok"))),
+        DiskLevel::Enough => (StatusCode::OK, Json(Health::ok())),
     }
 }
 

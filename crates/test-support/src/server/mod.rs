@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use sqlx::sqlite::SqliteConnectOptions;
 use sqlx::{AssertSqlSafe, ConnectOptions as _, Connection as _};
 
@@ -282,10 +283,11 @@ impl TestServer {
     }
 }
 
-/// Whether a body of `/health/ready` tells that recovery has ended. The body has a text and no code. A server on a full disk is
-/// not ready, but takes all requests that need no space.
+/// Whether a body of `/health/ready` tells that recovery has ended. A server on a full disk is not ready, but takes all requests that
+/// need no space.
 fn is_ready(body: &str) -> bool {
-    body.contains(r#""ok""#) || body.contains("disk is full")
+    let body: Value = serde_json::from_str(body).unwrap_or_default();
+    body["status"] == "ok" || body["code"] == "host_disk_full"
 }
 
 fn spawn(binary: &Path, data_dir: &Path, environment: &[(String, String)], flags: &[&str]) -> Child {
