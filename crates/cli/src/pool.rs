@@ -135,7 +135,7 @@ fn show(pool: &PoolStatus) -> Result<()> {
     if pool.leaving > 0 {
         output::note(format_args!("{} spares are being removed", pool.leaving));
     }
-    output::damaged(&pool.unreadable);
+    output::report_damaged_rows(&pool.unreadable);
     Ok(())
 }
 

@@ -11,6 +11,7 @@ use emergent_wire::workspace::ProviderName;
 use emergent_wire::{OperationId, TokenId, WorkspaceId};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use super::*;
@@ -34,35 +35,44 @@ async fn deaf_agent(mut stream: DuplexStream) {
 }
 
 /// An agent whose files have one byte. It sends so many bytes after it, with this pause before each of them.
-async fn agent(mut stream: DuplexStream, more: usize, pause: Duration) {
+async fn agent(stream: DuplexStream, more: usize, pause: Duration) {
     let hello =
         AgentHello { protocol: PROTOCOL_VERSION, version: "test".to_owned(), boot_id: "1".to_owned() };
-    let (mut decoder, mut buffer) = (Decoder::new(Receiver::Guest), [0; 1024]);
-    while let Ok(read @ 1..) = stream.read(&mut buffer).await {
-        let mut bytes = &buffer[..read];
-        while let Some(frame) = decoder.decode(&mut bytes).unwrap() {
-            let answer = match frame.kind {
-                Kind::Hello => Frame::message(Kind::Hello, 0, &hello).unwrap(),
-                Kind::Ping => Frame::new(Kind::Pong, 0, frame.payload),
-                Kind::Call => {
-                    for number in 0..=more {
-                        if number > 0 {
-                            tokio::time::sleep(pause).await;
-                        }
-                        let piece = Frame::new(Kind::Stdout, frame.call, Bytes::from_static(b"x"));
-                        if stream.write_all(&piece.to_bytes()).await.is_err() {
-                            return;
-                        }
-                    }
-                    Frame::message(Kind::Result, frame.call, &json!({})).unwrap()
-                }
-                _ => continue,
-            };
-            if stream.write_all(&answer.to_bytes()).await.is_err() {
+    let (mut reader, mut writer) = tokio::io::split(stream);
+    let (frames, mut written) = mpsc::unbounded_channel::<Frame>();
+    tokio::spawn(async move {
+        while let Some(frame) = written.recv().await {
+            if writer.write_all(&frame.to_bytes()).await.is_err() {
                 return;
             }
         }
+    });
+    let (mut decoder, mut buffer) = (Decoder::new(Receiver::Guest), [0; 1024]);
+    while let Ok(read @ 1..) = reader.read(&mut buffer).await {
+        let mut bytes = &buffer[..read];
+        while let Some(frame) = decoder.decode(&mut bytes).unwrap() {
+            let _ = match frame.kind {
+                Kind::Hello => frames.send(Frame::message(Kind::Hello, 0, &hello).unwrap()),
+                Kind::Ping => frames.send(Frame::new(Kind::Pong, 0, frame.payload)),
+                Kind::Call => {
+                    tokio::spawn(send_file(frames.clone(), frame.call, more, pause));
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+        }
     }
+}
+
+/// Answers a call with the bytes of a file.
+async fn send_file(frames: mpsc::UnboundedSender<Frame>, call: u32, more: usize, pause: Duration) {
+    for number in 0..=more {
+        if number > 0 {
+            tokio::time::sleep(pause).await;
+        }
+        let _ = frames.send(Frame::new(Kind::Stdout, call, Bytes::from_static(b"x")));
+    }
+    let _ = frames.send(Frame::message(Kind::Result, call, &json!({})).unwrap());
 }
 
 fn admin() -> Caller {

@@ -120,11 +120,12 @@ mod tests {
                 let answer = match frame.kind {
                     Kind::Hello => Frame::message(Kind::Hello, 0, &hello).unwrap(),
                     Kind::Ping => Frame::new(Kind::Pong, 0, frame.payload),
-                    _ => {
+                    Kind::Call => {
                         calls.fetch_add(1, Ordering::SeqCst);
                         failing = Some((frame.call, Instant::now() + time));
                         continue;
                     }
+                    _ => continue,
                 };
                 stream.write_all(&answer.to_bytes()).await.unwrap();
             }
