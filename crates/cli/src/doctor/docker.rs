@@ -9,6 +9,7 @@ use bollard::errors::Error as BollardError;
 use bollard::models::SystemInfo;
 use bollard::{API_DEFAULT_VERSION, Docker};
 use emergent_control_plane::Settings;
+use emergent_wire::error::with_causes;
 use emergent_wire::workspace::DEFAULT_IMAGE;
 
 use super::report::{self, Check};
@@ -37,7 +38,7 @@ struct Unreachable {
 
 impl Unreachable {
     fn new(error: &BollardError) -> Self {
-        Self { problem: probe::with_causes(error), is_denied: is_denied(error) }
+        Self { problem: with_causes(error), is_denied: is_denied(error) }
     }
 
     fn other(problem: String) -> Self {

@@ -1,7 +1,6 @@
 //! The probe of gVisor: starts one container twice and removes it.
 
 use std::collections::HashMap;
-use std::error::Error as StdError;
 use std::time::{Duration, Instant};
 
 use bollard::Docker;
@@ -11,6 +10,7 @@ use bollard::query_parameters::{
     CreateContainerOptionsBuilder, ListContainersOptionsBuilder, LogsOptionsBuilder,
     RemoveContainerOptionsBuilder,
 };
+use emergent_wire::error::with_causes;
 use futures_util::StreamExt;
 
 /// The label of the doctor's containers.
@@ -122,18 +122,4 @@ async fn remove_stale(docker: &Docker) {
             remove(docker, &id).await;
         }
     }
-}
-
-/// The text of an error with its causes.
-pub(super) fn with_causes(error: &dyn StdError) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        source = cause.source();
-    }
-    text
 }
